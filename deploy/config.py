@@ -107,30 +107,10 @@ def run_config(table: Table) -> RunConfig:
         learner=learner_settings(table),
         deploy=section(table, "deploy", DeploySection),
     )
-    if not config.deploy.hosts:
-        raise ConfigError("deploy.hosts is empty")
-    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    for name, cores in config.deploy.cores.items():
-        if available and not available.issuperset(cores):
-            raise ConfigError(
-                f"deploy.cores.{name} = {list(cores)}: this process may use {sorted(available)}"
-            )
-    deploy, count = config.deploy, config.generators.generators.count
-    if deploy.max_generators and not deploy.min_generators <= count <= deploy.max_generators:
-        raise ConfigError(
-            f"generators.count = {count} must lie between deploy.min_generators = "
-            f"{deploy.min_generators} and deploy.max_generators = {deploy.max_generators}"
-        )
-    if deploy.min_generators and not deploy.max_generators:
-        raise ConfigError("deploy.min_generators goes with deploy.max_generators")
+    _refuse_deploy(config)
     if config.learner.checkpoint.keep_best and not config.broker.eval.enabled:
         raise ConfigError(
             "checkpoint.keep_best needs held-out problems: set eval.file or eval.sets"
-        )
-    if config.deploy.share_gpus and config.learner.weightbus.backend != "gloo":
-        raise ConfigError(
-            "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "
-            f"one GPU, got {config.learner.weightbus.backend}"
         )
     if config.learner.weightbus.listen and not config.broker.broker.listen:
         raise ConfigError(
@@ -154,6 +134,35 @@ def run_config(table: Table) -> RunConfig:
             f"{config.learner.learner.max_tokens_per_microbatch}"
         )
     return config
+
+
+def _refuse_deploy(config: RunConfig) -> None:
+    """Refuse a [deploy] that this host or other sections contradict.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    deploy, count = config.deploy, config.generators.generators.count
+    if not deploy.hosts:
+        raise ConfigError("deploy.hosts is empty")
+    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    for name, cores in deploy.cores.items():
+        if available and not available.issuperset(cores):
+            raise ConfigError(
+                f"deploy.cores.{name} = {list(cores)}: this process may use {sorted(available)}"
+            )
+    if deploy.max_generators and not deploy.min_generators <= count <= deploy.max_generators:
+        raise ConfigError(
+            f"generators.count = {count} must lie between deploy.min_generators = "
+            f"{deploy.min_generators} and deploy.max_generators = {deploy.max_generators}"
+        )
+    if deploy.min_generators and not deploy.max_generators:
+        raise ConfigError("deploy.min_generators goes with deploy.max_generators")
+    if deploy.share_gpus and config.learner.weightbus.backend != "gloo":
+        raise ConfigError(
+            "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "
+            f"one GPU, got {config.learner.weightbus.backend}"
+        )
 
 
 def refuse_engines_on_several_hosts(config: RunConfig) -> None:

@@ -90,14 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
     parser.add_argument("--engines", type=int, help="number of engines, default generators.count")
-    parser.add_argument(
-        "--gpus-per-engine",
-        type=int,
-        help="ranks of one engine, default those of generators.sglang",
-    )
-    parser.add_argument(
-        "--learner-gpus", type=int, help="GPUs of the learner, default learner.ranks"
-    )
+    text = "ranks of one engine, default those of generators.sglang"
+    parser.add_argument("--gpus-per-engine", type=int, help=text)
+    text = "GPUs of the learner, default learner.ranks"
+    parser.add_argument("--learner-gpus", type=int, help=text)
     add_model(parser)
     add_hardware(parser)
     parser.add_argument(

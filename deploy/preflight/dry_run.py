@@ -32,6 +32,33 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     )
 
     algorithm = algorithm_of(config.learner)
+    _print_processes(config, plans, console)
+    hf = load_hf_config(model_folder(config.run))
+    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
+    if config.generators.device == "cpu":
+        console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
+        return True
+    available = config.deploy.gpu_memory_gib
+    console.print(
+        f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
+    )
+    frozen = frozen_policies(algorithm, config.learner)
+    learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
+    generator = generator_memory(hf, config)
+    shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
+    title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
+    fits = _print_parts(title, learner, available, console)
+    of_engine = generator[:2] if shared else generator
+    fits &= _print_parts("generator", of_engine, available, console)
+    if shared:
+        both = [*learner, *generator[:2]]
+        title = "learner and generator on one GPU"
+        fits &= _print_parts(title, both, available, console, parts_shown=False)
+    return fits
+
+
+def _print_processes(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
+    """Print a row for each kind of process on a host, then their commands."""
     hosts = len({plan.host for plan in plans})
     console.print(
         f"run {config.run.name}: {len(plans)} processes on {hosts} "
@@ -62,29 +89,6 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         if len(alike) > 1:
             console.print(f"  and so for {_names(alike[1:])}", style="dim", highlight=False)
     console.print()
-    model = model_folder(config.run)
-    hf = load_hf_config(model)
-    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
-    if config.generators.device == "cpu":
-        console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
-        return True
-    available = config.deploy.gpu_memory_gib
-    console.print(
-        f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
-    )
-    frozen = frozen_policies(algorithm, config.learner)
-    learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
-    generator = generator_memory(hf, config)
-    shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
-    title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
-    fits = _print_parts(title, learner, available, console)
-    of_engine = generator[:2] if shared else generator
-    fits &= _print_parts("generator", of_engine, available, console)
-    if shared:
-        both = [*learner, *generator[:2]]
-        title = "learner and generator on one GPU"
-        fits &= _print_parts(title, both, available, console, parts_shown=False)
-    return fits
 
 
 def _alike(plans: Sequence[RolePlan]) -> list[list[RolePlan]]:

@@ -104,23 +104,7 @@ def record_of_state(table: Table, state: StoredState) -> Record:
             f"no generator of {status.run_name} has reported how fast its engine is: none has "
             "answered yet, or an earlier version recorded it"
         )
-    columns = state.history.steps
-    steps = _steps(columns, warm=status.max_staleness_steps + 2)
-    if len(steps) < FEWEST_STEPS:
-        raise ConfigError(
-            f"{status.run_name} has {status.steps} learner steps: expected at least "
-            f"{FEWEST_STEPS} after the first {status.max_staleness_steps + 2}, in which it fills"
-        )
-    notes = list(_notes(table, run))
-    youngest_s = min(role.age_s for role in roles)
-    late = [step for step in steps if step["at_s"] > status.elapsed_s - youngest_s]
-    if len(late) >= FEWEST_STEPS:
-        steps = late
-    elif late != steps:
-        notes.append(
-            f"a generator began {youngest_s:,.0f} s ago, when most of the steps were trained "
-            "already: they are of another number of generators"
-        )
+    steps, note = _steady_steps(state, youngest_s=min(role.age_s for role in roles))
     phases = [_phases(step) for step in steps]
     wait_s = [phase.get(_WAIT, 0.0) for phase in phases]
     step_s = [sum(phase.values()) for phase in phases]
@@ -157,10 +141,40 @@ def record_of_state(table: Table, state: StoredState) -> Record:
         score_s=_score_s(state.history.time),
         useless_share=_useless_share(status.dropped, status.trained),
         p95_lag=run.staleness_target.p95_lag,
-        every_steps=columns.every_steps,
+        every_steps=state.history.steps.every_steps,
         shared_cores=state.history.shared_cores,
-        notes=notes,
+        notes=[*_notes(table, run), *note],
     )
+
+
+def _steady_steps(
+    state: StoredState, *, youngest_s: float
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Return steps trained with the present generators if there are enough, and a note if not.
+
+    Args:
+        state: State of the run.
+        youngest_s: Age of the youngest generator.
+
+    Raises:
+        ConfigError: There are too few steps.
+    """
+    status = state.status
+    warm = status.max_staleness_steps + 2
+    steps = _steps(state.history.steps, warm=warm)
+    if len(steps) < FEWEST_STEPS:
+        raise ConfigError(
+            f"{status.run_name} has {status.steps} learner steps: expected at least "
+            f"{FEWEST_STEPS} after the first {warm}, in which it fills"
+        )
+    late = [step for step in steps if step["at_s"] > status.elapsed_s - youngest_s]
+    if len(late) >= FEWEST_STEPS:
+        return late, []
+    note = (
+        f"a generator began {youngest_s:,.0f} s ago, when most of the steps were trained already: "
+        "they are of another number of generators"
+    )
+    return steps, [] if late == steps else [note]
 
 
 def _notes(table: Table, run: RunSection) -> Iterator[str]:

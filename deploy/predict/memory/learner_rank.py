@@ -16,7 +16,7 @@ attention, and no dropout.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from math import prod
 
 from slipstream.deploy.predict.memory.offloaded import (
@@ -220,37 +220,21 @@ def _stage(
     held = [OffloadedBytes(POLICY, part.what, part.num_bytes) for part in parts[:3]]
     if on_gpu:
         relay = 4.0 * settings.weightbus.bucket_bytes if stage == 0 else 0.0
-        parts.append(
-            MemoryPart(
-                "weight relay",
-                relay,
-                "4 weightbus.bucket_bytes on rank 0, over NCCL; versions are on the host",
-            )
-        )
+        law = "4 weightbus.bucket_bytes on rank 0, over NCCL; versions are on the host"
+        parts.append(MemoryPart("weight relay", relay, law))
     elif learner.optimizer_offload_fraction:  # the host is the device
         parts.append(host_optimizer(own, learner))
     if frozen:
-        counts = [
+        numbers = [
             rank_parameters(policy, section_for(policy, learner), stage).count for policy in frozen
         ]
-        parts.append(MemoryPart("frozen policies", element * sum(counts), f"{element} N' of each"))
-        held += [
-            OffloadedBytes(f"frozen {i}", "weights", element * n) for i, n in enumerate(counts)
-        ]
+        sizes = [float(element * number) for number in numbers]
+        parts.append(MemoryPart("frozen policies", sum(sizes), f"{element} N' of each"))
+        held += [OffloadedBytes(f"frozen {i}", "weights", size) for i, size in enumerate(sizes)]
     if has_critic:
-        critic = rank_parameters(hf, learner, stage, is_critic=True)
-        state, state_formula = _optimizer(critic, learner, element)
-        of_critic = (element * critic.count, 4 * critic.count, state)
-        held += [
-            OffloadedBytes(CRITIC, kind, size) for kind, size in zip(KINDS, of_critic, strict=True)
-        ]
-        parts.append(
-            MemoryPart(
-                "critic",
-                sum(of_critic),
-                f"{element} N + 4 N + {state_formula.partition(',')[0]}, N of the critic",
-            )
-        )
+        sizes, law = _critic(hf, learner, stage, element)
+        parts.append(MemoryPart("critic", sum(sizes), law))
+        held += map(OffloadedBytes, repeat(CRITIC), KINDS, sizes)
     if learner.offload and on_gpu:
         away = never_at_once(
             held,
@@ -262,6 +246,16 @@ def _stage(
             MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
         )
     return parts
+
+
+def _critic(
+    hf: HfConfig, learner: LearnerSection, stage: int, element: int
+) -> tuple[list[float], str]:
+    """Return the bytes of a critic's weights, gradients and optimizer, and the law of their sum."""
+    own = rank_parameters(hf, learner, stage, is_critic=True)
+    state, state_law = _optimizer(own, learner, element)
+    law = f"{element} N + 4 N + {state_law.partition(',')[0]}, N of the critic"
+    return [element * own.count, 4 * own.count, state], law
 
 
 def _weights_formula(element: int, lora: LoraSection) -> str:

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 
 from slipstream.broker.ledger.throttle import StalenessTarget
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.predict.laws.engine_law import engine_law
+from slipstream.deploy.predict.laws.engine_law import EngineLaw, engine_law
 from slipstream.deploy.predict.laws.gpus import Cluster
 from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
 from slipstream.deploy.predict.laws.publishes import publish_cost
 from slipstream.deploy.predict.memory.gpu import static_share
 from slipstream.deploy.predict.simulate.lengths import Lengths
 from slipstream.deploy.predict.simulate.scenario import Faults, Scenario
+from slipstream.generators.config import GeneratorsSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -65,16 +66,6 @@ def scenario_of(
             "run.staleness_target.mismatch_kl: a simulation computes no policy; say with "
             "--kl-per-lag how many nats a token of staleness 1 has"
         )
-    try:
-        engine = engine_law(
-            hf,
-            cluster,
-            ranks=hardware.gpus_per_engine,
-            attention_groups=generators.attention_groups,
-            memory_share=static_share(generators),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{error} (--gpus-per-engine)") from error
     cost = publish_cost(
         _WEIGHT_BYTES * hf.num_parameters,
         cluster,
@@ -98,7 +89,7 @@ def scenario_of(
         kl_per_lag=imagined.kl_per_lag,
         engines=hardware.engines,
         max_sequences=generators.max_sequences,
-        engine=engine,
+        engine=_engine_law(hf, hardware, generators),
         learner=LearnerLaw.of(
             hf,
             cluster.gpu,
@@ -114,3 +105,21 @@ def scenario_of(
         target=StalenessTarget(target.mismatch_kl, target.p95_lag) if target.is_set else None,
         seed=imagined.seed,
     )
+
+
+def _engine_law(hf: HfConfig, hardware: Hardware, generators: GeneratorsSection) -> EngineLaw:
+    """Return the law of an engine.
+
+    Raises:
+        ConfigError: The GPUs of an engine do not hold the model.
+    """
+    try:
+        return engine_law(
+            hf,
+            hardware.cluster,
+            ranks=hardware.gpus_per_engine,
+            attention_groups=generators.attention_groups,
+            memory_share=static_share(generators),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error} (--gpus-per-engine)") from error

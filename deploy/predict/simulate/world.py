@@ -76,6 +76,7 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         """Begin at second 0, with a learner and engines with its weights."""
         self.scenario = scenario
+        self._on_step: OnStep = lambda _record: None
         self.ledger = Ledger(
             rules_of(scenario),
             prompt_at=lambda _position: _PROMPT,
