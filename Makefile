@@ -141,7 +141,7 @@ sbom: setup  ## a bill of materials of each lock, build/sbom/NAME.cdx.json
 		PYTHONPATH=.cache/sbom $(PY) -m cyclonedx_py requirements $$lock --output-format JSON \
 			--output-file build/sbom/$$(basename $$lock .txt).cdx.json && echo "$$lock" || exit 1; \
 	done
-docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_from_verl.md and algorithms.md, why.json
+docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_from_verl.md, evidence.md, why.json
 	$(PY) -m docs.generate.settings > docs/settings.md
 	$(PY) -m docs.generate.metrics > docs/metrics.md
 	$(PY) -m docs.generate.models > docs/models.md

@@ -1,7 +1,7 @@
 """Which tests check which name of an algorithm, read off the tests themselves.
 
 A test says what it proves, with ``proves`` above it; nothing about tests is written down anywhere
-else. Run as a program, this prints the table of docs/algorithms.md, or writes it there:
+else. Run as a program, this prints the tables of docs/evidence.md, or writes it there:
 
     python -m docs.generate.evidence --write
 """
@@ -63,7 +63,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "data": DataOptions,
 }
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 TESTS = Path(__file__).parents[2] / "tests" / "unit" / "algos"
 BEGIN = "<!-- generated: python -m docs.generate.evidence --write -->\n"
 END = "<!-- end of what is generated -->\n"

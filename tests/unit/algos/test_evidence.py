@@ -1,4 +1,4 @@
-"""docs/algorithms.md: every name has its evidence and its place, and the example in it works."""
+"""docs/algorithms.md and evidence.md: every name has its evidence and its place, and the example in it works."""
 
 import math
 import re
@@ -35,7 +35,8 @@ from slipstream.algos.section import AlgoSection
 from slipstream.wire.files.source_files import module_named
 from tests.unit.algos.microbatch import microbatch_loss
 
-TEXT = PAGE.read_text("utf-8")
+DOCS = PAGE.parent
+TEXT = (DOCS / "algorithms.md").read_text("utf-8")
 OWN_PART = re.search(r"^## Writing your own part\n.*?(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
 
 
@@ -50,7 +51,7 @@ def block(language: str) -> str:
 
 
 def test_table_of_the_page_is_generated_from_the_tests():
-    assert written(TEXT) == table(collected()), (
+    assert written(PAGE.read_text("utf-8")) == table(collected()), (
         "run `python -m docs.generate.evidence --write` (never edit the table)"
     )
 
@@ -119,9 +120,9 @@ def test_needs_that_a_part_can_have_are_listed():
 
 @pytest.mark.parametrize("page", ["algorithms.md", "coming_from_verl.md"])
 def test_every_setting_that_a_page_names_exists(page: str):
-    settings = set(re.findall(r"`(algo\.[a-z._-]+)`", (PAGE.parent / "settings.md").read_text()))
+    settings = set(re.findall(r"`(algo\.[a-z._-]+)`", (DOCS / "settings.md").read_text()))
     sections = {one.rpartition(".")[0] for one in settings}
-    named = set(re.findall(r"`(algo\.[a-z_-]+(?:\.[a-z_-]+)*)", (PAGE.parent / page).read_text()))
+    named = set(re.findall(r"`(algo\.[a-z_-]+(?:\.[a-z_-]+)*)", (DOCS / page).read_text()))
     assert named
     assert named <= settings | sections | {"algo"}
 
