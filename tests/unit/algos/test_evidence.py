@@ -1,4 +1,4 @@
-"""docs/algorithms.md and evidence.md: every name has its evidence and its place, and the example in it works."""
+"""docs/algorithms.md and evidence.md: each name has evidence and a place, and the example works."""
 
 import math
 import re
