@@ -393,7 +393,7 @@ def title(figures: Figures, case: Case) -> str:
 
 
 def markdown(figures: Figures) -> str:
-    """Return all tables as docs/staleness.md has them."""
+    """Return all tables as docs/estimators.md has them."""
     lines = []
     for case in CASES:
         heading, *rows = table(figures, case)
@@ -516,7 +516,7 @@ def main() -> int:
         description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--markdown", action="store_true", help="as it is in docs/staleness.md")
+    output.add_argument("--markdown", action="store_true", help="as it is in docs/estimators.md")
     output.add_argument("--svg", type=Path, metavar="FILE", help="write the picture instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tensors are small
