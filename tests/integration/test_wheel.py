@@ -151,7 +151,7 @@ def test_the_wheel_holds_every_module_and_all_package_data(installed: Installed)
         ("deploy", "*.json"),
         ("deploy", "*.yaml"),
         ("deploy", "constraints-*.txt"),
-        ("deploy/interop/render", "*.sh"),
+        ("deploy/interop/render/templates", "**/*"),
         ("deploy/examples", "*_policy/*"),
     ):
         found = [path for path in (ROOT / folder).glob(pattern) if path.is_file()]

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
+from slipstream.deploy.interop.render.template import FilledText
+from slipstream.weightbus.transports import TRANSPORTS, TransportEntry, chosen
 from slipstream.wire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeGpus:
     """A node, and its GPUs for a process; empty on a CPU."""
 
     node: int
@@ -21,15 +23,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class NodeLayout:
     """The processes of a run on nodes.
 
     Broker and reward workers are on the first node, the learner on the first nodes, generators on
     the remaining GPUs and on further nodes.
     """
 
-    learner: tuple[Place, ...]  # places by node of the learner
-    generators: tuple[Place, ...]
+    learner: tuple[NodeGpus, ...]  # GPUs by node of the learner
+    generators: tuple[NodeGpus, ...]
     reward_workers: int
 
     @property
@@ -40,8 +42,8 @@ class Layout:
 
 def layout_of(
     config: RunConfig, *, gpus_per_node: int, generators_per_node: int, setting: str
-) -> Layout:
-    """Return the places of a run's processes.
+) -> NodeLayout:
+    """Return the nodes and GPUs of a run's processes.
 
     Args:
         config: the run.
@@ -58,9 +60,9 @@ def layout_of(
     count = config.generators.generators.count
     workers = config.broker.reward.workers
     if config.generators.device == "cpu":
-        learner = tuple(Place(node) for node in range(nodes))
-        generators = tuple(Place(i // generators_per_node) for i in range(count))
-        return Layout(learner, generators, workers)
+        learner = tuple(NodeGpus(node) for node in range(nodes))
+        generators = tuple(NodeGpus(i // generators_per_node) for i in range(count))
+        return NodeLayout(learner, generators, workers)
     size = config.generators.generators.num_ranks
     if ranks > gpus_per_node:
         raise ConfigError(
@@ -72,19 +74,36 @@ def layout_of(
             f"{setting} = {gpus_per_node}, but an engine takes {size} GPUs of one node "
             "(generators.sglang.tp_size)"
         )
-    places = _engines(nodes, ranks, gpus_per_node, size)
-    return Layout(
-        tuple(Place(node, tuple(range(ranks))) for node in range(nodes)),
-        tuple(next(places) for _ in range(count)),
+    engines = _engines(nodes, ranks, gpus_per_node, size)
+    return NodeLayout(
+        tuple(NodeGpus(node, tuple(range(ranks))) for node in range(nodes)),
+        tuple(next(engines) for _ in range(count)),
         workers,
     )
 
 
-def _engines(nodes: int, ranks: int, num_gpus: int, size: int) -> Iterator[Place]:
-    """Yield places of engines: first on the learner's nodes, then on further nodes."""
+def _engines(nodes: int, ranks: int, num_gpus: int, size: int) -> Iterator[NodeGpus]:
+    """Yield GPUs of engines: first on the learner's nodes, then on further nodes."""
     node = 0
     while True:
         first = ranks if node < nodes else 0
         for start in range(first, num_gpus - size + 1, size):
-            yield Place(node, tuple(range(start, start + size)))
+            yield NodeGpus(node, tuple(range(start, start + size)))
         node += 1
+
+
+def transport_of(config: RunConfig) -> TransportEntry:
+    """Return the facts of a run's transport."""
+    return TRANSPORTS[chosen(config.learner.weightbus.transport)]
+
+
+def script_variables(config: RunConfig, layout: NodeLayout) -> FilledText:
+    """Return assignments of shell for a script that starts the roles on their nodes."""
+    engines = " ".join(f"{engine.node}:{engine.visible}" for engine in layout.generators)
+    return FilledText(
+        f"learner_nodes={len(layout.learner)}\n"
+        f"learner_gpus={layout.learner[0].visible}\n"
+        f"reward_workers={layout.reward_workers}\n"
+        f"collectives={int(transport_of(config).dials_host)}\n"
+        f"generators=({engines}) # node:GPUs of each\n"
+    )

@@ -6,17 +6,16 @@ the first node, and a plain job is preempted, queued again and resumed as a whol
 
 import shlex
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.interop.render.layout import Layout, layout_of
+from slipstream.deploy.interop.render.layout import NodeLayout, layout_of, script_variables
 from slipstream.deploy.interop.render.settings_file import SETTINGS_FILE, settings_text
+from slipstream.deploy.interop.render.template import fill
 from slipstream.wire.errors import ConfigError
 
 JOB_FILE = "job.sbatch"
-_BODY = files("slipstream.deploy.interop.render") / "slurm_job.sh"
 _NAME_CHARACTERS = "-_."
 
 
@@ -44,7 +43,7 @@ def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str
     }
 
 
-def job_text(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> str:
+def job_text(config: RunConfig, layout: NodeLayout, *, out: Path, folder: Path) -> str:
     """Return the batch script for a layout."""
     lines = [
         "#!/bin/bash",
@@ -52,16 +51,15 @@ def job_text(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> s
         "# --signal=TERM JOB saves and queues it again, scancel JOB ends it.",
         *(f"#SBATCH {option}" for option in _options(config, layout)),
         "",
-        *_variables(config, layout, out=out, folder=folder),
-        "",
+        _variables(config, layout, out=out, folder=folder),
         "setup() {",
         *(f"    {line}" for line in config.deploy.slurm.setup or (_own_path(),)),
         "}",
     ]
-    return "\n".join(lines) + "\n" + _BODY.read_text("utf-8")
+    return "\n".join(lines) + "\n" + fill("slurm-job.sh")
 
 
-def _options(config: RunConfig, layout: Layout) -> list[str]:
+def _options(config: RunConfig, layout: NodeLayout) -> list[str]:
     slurm = config.deploy.slurm
     uses_gpus = config.generators.device != "cpu"
     name = "".join(c if c.isalnum() or c in _NAME_CHARACTERS else "-" for c in config.run.name)
@@ -92,9 +90,8 @@ def _options(config: RunConfig, layout: Layout) -> list[str]:
     ]
 
 
-def _variables(config: RunConfig, layout: Layout, *, out: Path, folder: Path) -> list[str]:
+def _variables(config: RunConfig, layout: NodeLayout, *, out: Path, folder: Path) -> str:
     deploy, run = config.deploy, config.run
-    engines = [f"{place.node}:{place.visible}" for place in layout.generators]
     values: dict[str, Path | str | int] = {
         "work": folder,
         "config": out / SETTINGS_FILE,
@@ -104,17 +101,11 @@ def _variables(config: RunConfig, layout: Layout, *, out: Path, folder: Path) ->
         else folder / run.folder / "keys",
         "port": deploy.slurm.port,
         "gpus_per_node": deploy.slurm.gpus_per_node if layout.learner[0].gpus else 0,
-        "learner_nodes": len(layout.learner),
-        "learner_gpus": layout.learner[0].visible,
-        "reward_workers": layout.reward_workers,
         "max_restarts": deploy.max_restarts,
         "restart_window_s": int(deploy.restart_window_s),
-        "collectives": int(config.learner.weightbus.transport == "collective"),
     }
-    return [
-        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
-        f"generators=({' '.join(map(shlex.quote, engines))}) # node:GPUs of each",
-    ]
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    return "\n".join(lines) + "\n" + script_variables(config, layout)
 
 
 def _own_path() -> str:

@@ -67,6 +67,20 @@ def test_nothing_is_written_where_a_setting_is_bad(config: Path, tmp_path: Path)
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [("kubernetes", "settings.yaml"), ("compose", "run.toml"), ("skypilot", "run.toml")],
+)
+def test_settings_there_differ_where_the_target_says_so(
+    config: Path, tmp_path: Path, target: str, file: str
+):
+    overrides = [f'deploy.{target}.overrides=["run.model=/there/model"]']
+    render(target, config, overrides, out=tmp_path / "out")
+    text = (tmp_path / "out" / file).read_text()
+    assert 'model = "/there/model"' in text
+    assert str(tmp_path / "model") not in text
+
+
 def test_what_one_host_cannot_have_is_refused_for_compose(config: Path, tmp_path: Path):
     """Else engines would get GPUs that the learner has, and its second node would be missing."""
     for overrides in [

@@ -12,8 +12,8 @@ import yaml
 
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.interop.render.kubernetes import KEYS_SCRIPT, Rendering, render_kubernetes
-from slipstream.deploy.interop.render.layout import Layout, Place
+from slipstream.deploy.interop.render.kubernetes import KEYS_SCRIPT, Manifests, render_kubernetes
+from slipstream.deploy.interop.render.layout import NodeGpus, NodeLayout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.metrics import MetricName
@@ -72,8 +72,9 @@ def test_a_misspelled_field_would_be_found(objects: Objects):
 
 
 def test_a_learner_on_several_nodes_is_a_job_set(config: RunConfig):
-    layout = Layout((Place(0, (0, 1)), Place(1, (0, 1))), (Place(2, (0,)),), reward_workers=1)
-    things = objects_of(Rendering(config, layout, "demo", config.table).files())
+    learner = (NodeGpus(0, (0, 1)), NodeGpus(1, (0, 1)))
+    layout = NodeLayout(learner, (NodeGpus(2, (0,)),), reward_workers=1)
+    things = objects_of(Manifests(config, layout).files(config.table))
     jobs = things["JobSet", "demo-learner"]
     assert faults(jobs) == []
     job = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.interop.render.layout import Layout, Place, layout_of
+from slipstream.deploy.interop.render.layout import NodeGpus, NodeLayout, layout_of
 from slipstream.deploy.interop.render.slurm import job_text, render_slurm
 from slipstream.wire.errors import ConfigError
 from tests.support.config_to_render import config_to_render
@@ -107,7 +107,8 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path):
 
 
 def test_a_learner_on_two_nodes_has_one_step_over_both(tmp_path: Path):
-    layout = Layout((Place(0, (0, 1)), Place(1, (0, 1))), (Place(1, (2,)),), reward_workers=0)
+    learner = (NodeGpus(0, (0, 1)), NodeGpus(1, (0, 1)))
+    layout = NodeLayout(learner, (NodeGpus(1, (2,)),), reward_workers=0)
     text = job_text(config_of(tmp_path), layout, out=tmp_path, folder=tmp_path)
     assert variables(text, "learner_nodes", "learner_gpus", "generators[*]") == ["2", "0,1", "1:2"]
     assert '--rendezvous "$head:$((port + 3))"' in text

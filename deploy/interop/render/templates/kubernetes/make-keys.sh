@@ -1,3 +1,6 @@
+#!/bin/bash
+namespace={{ namespace }}
+run={{ run }}
 # Makes the keys of a run, once, and loads them into the cluster. Needs slipstream and kubectl here.
 # No secret is in an argument or a file that others can read.
 set -euo pipefail
