@@ -4,14 +4,13 @@ All services share one network without published ports, and a folder of Unix soc
 needs a key. The password of Redis is a file that `prepare.sh` makes.
 """
 
-import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.interop.render.layout import NodeLayout, layout_of
 from slipstream.deploy.interop.render.settings_file import SETTINGS_FILE, settings_text
-from slipstream.deploy.interop.render.template import FilledText, Value, fill
+from slipstream.deploy.interop.render.template import FilledText, Value, assignments, fill
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
 
@@ -38,7 +37,7 @@ def render_compose(
     """Return the files of a run on one host.
 
     Args:
-        config: the run.
+        config: Settings of the run.
         there: Settings in the containers.
         out: Folder of the files.
         folder: Base of relative paths in the settings.
@@ -46,7 +45,7 @@ def render_compose(
         gpus: GPUs of the host.
 
     Raises:
-        ConfigError: there are not enough GPUs, or the learner is on several nodes.
+        ConfigError: The host has too few GPUs, or a path cannot be mounted.
     """
     settings = config.deploy.compose
     layout = _layout(config, gpus)
@@ -74,11 +73,10 @@ def render_compose(
         grace=f"{settings.grace_s:g}s",
         roles=FilledText("".join(roles)),
     )
-    variables = f"out={shlex.quote(str(out))}\nruns={shlex.quote(str(runs))}\n"
     return {
         COMPOSE_FILE: text.replace("$", "$$"),  # compose replaces no variable
         SETTINGS_FILE: settings_text(there),
-        PREPARE: f"#!/bin/bash\n{variables}{fill('compose-prepare.sh')}",
+        PREPARE: fill("compose-prepare.sh", variables=assignments(out=out, runs=runs)),
     }
 
 

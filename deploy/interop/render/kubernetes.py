@@ -1,8 +1,8 @@
 """Kubernetes: objects for every role, and a script that makes the keys.
 
 The learner's work ends, so it is a Job, or on several nodes a JobSet: all of its pods are started
-again together when one fails, and they have stable names. A LeaderWorkerSet serves for ever: it
-would start a learner again whose run is complete.
+again together when one fails, and they have stable names. A LeaderWorkerSet never completes: it
+would start the learner of a complete run again.
 """
 
 from slipstream.deploy.config import RunConfig
@@ -18,15 +18,14 @@ NOT_APPLIED = ("secrets.template.yaml", "prometheus-adapter.yaml")  # templates 
 
 
 def render_kubernetes(config: RunConfig, there: Table) -> dict[str, str]:
-    """Return the files of a run; ``there`` are the settings with paths of the cluster.
+    """Return the files of a run; ``there`` are the settings with the cluster's paths.
 
     Raises:
-        ConfigError: the run does not fit on such nodes, or its name cannot be that of an object.
+        ConfigError: The run needs larger nodes, or its name is no name for objects.
     """
     layout = layout_of(
         config,
         gpus_per_node=config.deploy.kubernetes.gpus_per_node,
-        generators_per_node=1,
         setting="deploy.kubernetes.gpus_per_node",
     )
     name = config.run.name.lower()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
-from slipstream.deploy.interop.render.template import FilledText
+from slipstream.deploy.interop.render.template import FilledText, assignments
 from slipstream.weightbus.transports import TRANSPORTS, TransportEntry, chosen
 from slipstream.wire.errors import ConfigError
 
@@ -41,19 +41,19 @@ class NodeLayout:
 
 
 def layout_of(
-    config: RunConfig, *, gpus_per_node: int, generators_per_node: int, setting: str
+    config: RunConfig, *, gpus_per_node: int, setting: str, generators_per_node: int = 1
 ) -> NodeLayout:
     """Return the nodes and GPUs of a run's processes.
 
     Args:
-        config: the run.
+        config: Settings of the run.
         gpus_per_node: GPUs of every node; no effect on CPUs.
-        generators_per_node: Generators on each node if generators.device is cpu.
         setting: Setting with the number of GPUs.
+        generators_per_node: Generators on each node if generators.device is cpu.
 
     Raises:
-        ConfigError: a node has too few GPUs for the learner's ranks on it, or for an engine, or
-            engines are on several hosts each.
+        ConfigError: A node has too few GPUs for the learner's ranks on it, or for an engine, or
+            an engine needs several hosts.
     """
     refuse_engines_on_several_hosts(config)
     nodes, ranks = config.learner.layout.nodes, config.learner.layout.ranks_per_node
@@ -100,10 +100,10 @@ def transport_of(config: RunConfig) -> TransportEntry:
 def script_variables(config: RunConfig, layout: NodeLayout) -> FilledText:
     """Return assignments of shell for a script that starts the roles on their nodes."""
     engines = " ".join(f"{engine.node}:{engine.visible}" for engine in layout.generators)
-    return FilledText(
-        f"learner_nodes={len(layout.learner)}\n"
-        f"learner_gpus={layout.learner[0].visible}\n"
-        f"reward_workers={layout.reward_workers}\n"
-        f"collectives={int(transport_of(config).dials_host)}\n"
-        f"generators=({engines}) # node:GPUs of each\n"
+    variables = assignments(
+        learner_nodes=len(layout.learner),
+        learner_gpus=layout.learner[0].visible,
+        reward_workers=layout.reward_workers,
+        collectives=int(transport_of(config).dials_host),
     )
+    return FilledText(f"{variables}generators=({engines}) # node:GPUs of each\n")

@@ -20,12 +20,12 @@ def elsewhere(path: Path, overrides: Sequence[str], there: Sequence[str]) -> Tab
     """Return the settings as they hold on other machines, where the model cannot be looked at.
 
     Args:
-        path: settings file.
+        path: Settings file.
         overrides: Overrides of the command line.
-        there: settings that differ on those machines.
+        there: Overrides that hold on those machines.
 
     Raises:
-        ConfigError: one of them is no setting.
+        ConfigError: An override names no setting.
     """
     table = load_table(path, [*overrides, *there])
     broker_settings(table)

@@ -1,12 +1,11 @@
 """SkyPilot: a task that runs every role on its nodes, by their ranks and addresses."""
 
-import shlex
 from pathlib import Path
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.interop.render.layout import layout_of, script_variables
 from slipstream.deploy.interop.render.settings_file import SETTINGS_FILE, settings_text
-from slipstream.deploy.interop.render.template import fill
+from slipstream.deploy.interop.render.template import assignments, fill
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table
 
@@ -17,7 +16,7 @@ def render_skypilot(config: RunConfig, there: Table, *, out: Path) -> dict[str, 
     """Return the files of a task; ``there`` are the settings with the nodes' paths.
 
     Raises:
-        ConfigError: the run does not fit on such nodes.
+        ConfigError: The run needs more or larger nodes.
     """
     sky = config.deploy.skypilot
     uses_gpus = config.generators.device != "cpu"
@@ -27,10 +26,7 @@ def render_skypilot(config: RunConfig, there: Table, *, out: Path) -> dict[str, 
             f"deploy.skypilot.accelerators must be like H100:8, got {sky.accelerators!r}"
         )
     layout = layout_of(
-        config,
-        gpus_per_node=int(count or 1),
-        generators_per_node=1,
-        setting="deploy.skypilot.accelerators",
+        config, gpus_per_node=int(count or 1), setting="deploy.skypilot.accelerators"
     )
     if 0 < sky.nodes < layout.num_nodes:
         raise ConfigError(
@@ -52,9 +48,8 @@ def render_skypilot(config: RunConfig, there: Table, *, out: Path) -> dict[str, 
         variables=script_variables(config, layout),
         node=fill("skypilot-node.sh"),
     )
-    keys = shlex.quote(str(out / "keys"))
     return {
         TASK_FILE: task,
         SETTINGS_FILE: settings_text(there),
-        KEYS_SCRIPT: f"#!/bin/bash\nkeys={keys}\n{fill('skypilot-keys.sh')}",
+        KEYS_SCRIPT: fill("skypilot-keys.sh", variables=assignments(keys=out / "keys")),
     }

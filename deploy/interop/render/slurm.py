@@ -12,7 +12,7 @@ from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.interop.render.layout import NodeLayout, layout_of, script_variables
 from slipstream.deploy.interop.render.settings_file import SETTINGS_FILE, settings_text
-from slipstream.deploy.interop.render.template import fill
+from slipstream.deploy.interop.render.template import FilledText, assignments, fill
 from slipstream.wire.errors import ConfigError
 
 JOB_FILE = "job.sbatch"
@@ -23,12 +23,12 @@ def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str
     """Return the files of a job.
 
     Args:
-        config: the run.
+        config: Settings of the run.
         out: Folder of the files, on a file system that every node sees.
         folder: Base of relative paths in the settings.
 
     Raises:
-        ConfigError: the run does not fit on such nodes, or an option is invalid in a script.
+        ConfigError: The run needs larger nodes, or an option is invalid in a script.
     """
     slurm = config.deploy.slurm
     layout = layout_of(
@@ -45,18 +45,13 @@ def render_slurm(config: RunConfig, *, out: Path, folder: Path) -> dict[str, str
 
 def job_text(config: RunConfig, layout: NodeLayout, *, out: Path, folder: Path) -> str:
     """Return the batch script for a layout."""
-    lines = [
-        "#!/bin/bash",
-        "# Written by `slipstream render slurm`. Start: sbatch job.sbatch; end: scancel --batch",
-        "# --signal=TERM JOB saves and queues it again, scancel JOB ends it.",
-        *(f"#SBATCH {option}" for option in _options(config, layout)),
-        "",
-        _variables(config, layout, out=out, folder=folder),
-        "setup() {",
-        *(f"    {line}" for line in config.deploy.slurm.setup or (_own_path(),)),
-        "}",
-    ]
-    return "\n".join(lines) + "\n" + fill("slurm-job.sh")
+    setup = config.deploy.slurm.setup or (_own_path(),)
+    return fill(
+        "slurm-job.sh",
+        options=FilledText("".join(f"#SBATCH {option}\n" for option in _options(config, layout))),
+        variables=_variables(config, layout, out=out, folder=folder),
+        setup=FilledText("".join(f"    {line}\n" for line in setup)),
+    )
 
 
 def _options(config: RunConfig, layout: NodeLayout) -> list[str]:
@@ -90,22 +85,20 @@ def _options(config: RunConfig, layout: NodeLayout) -> list[str]:
     ]
 
 
-def _variables(config: RunConfig, layout: NodeLayout, *, out: Path, folder: Path) -> str:
+def _variables(config: RunConfig, layout: NodeLayout, *, out: Path, folder: Path) -> FilledText:
     deploy, run = config.deploy, config.run
-    values: dict[str, Path | str | int] = {
-        "work": folder,
-        "config": out / SETTINGS_FILE,
-        "run_folder": folder / run.folder,
-        "keys": folder / keys_folder(run, config.broker.broker)
-        if config.broker.broker.keys
-        else folder / run.folder / "keys",
-        "port": deploy.slurm.port,
-        "gpus_per_node": deploy.slurm.gpus_per_node if layout.learner[0].gpus else 0,
-        "max_restarts": deploy.max_restarts,
-        "restart_window_s": int(deploy.restart_window_s),
-    }
-    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
-    return "\n".join(lines) + "\n" + script_variables(config, layout)
+    has_keys = bool(config.broker.broker.keys)
+    variables = assignments(
+        work=folder,
+        config=out / SETTINGS_FILE,
+        run_folder=folder / run.folder,
+        keys=folder / (keys_folder(run, config.broker.broker) if has_keys else run.folder / "keys"),
+        port=deploy.slurm.port,
+        gpus_per_node=deploy.slurm.gpus_per_node if layout.learner[0].gpus else 0,
+        max_restarts=deploy.max_restarts,
+        restart_window_s=int(deploy.restart_window_s),
+    )
+    return FilledText(variables + script_variables(config, layout))
 
 
 def _own_path() -> str:

@@ -6,6 +6,7 @@ plain word. So no value can break a text or add to it.
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -39,11 +40,17 @@ def filled(template: str, values: Mapping[str, Value]) -> FilledText:
     """Return a text with its holes filled; lines with a hole for None are left out.
 
     Raises:
-        ValueError: as ``fill``.
+        ValueError: See ``fill``.
     """
     if names := {*_HOLE.findall(template)} ^ values.keys():
         raise ValueError(f"holes without a value, or values without a hole: {sorted(names)}")
     return FilledText("".join(_line(line, values) for line in template.splitlines()))
+
+
+def assignments(**values: object) -> FilledText:
+    """Return lines of shell that set variables."""
+    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in values.items()]
+    return FilledText("".join(lines))
 
 
 def _line(line: str, values: Mapping[str, Value]) -> str:

@@ -1,3 +1,5 @@
+#!/bin/bash
+{{ variables }}
 # Makes the folders and the password of Redis, once; its file is readable by its owner alone.
 set -eu
 umask 077

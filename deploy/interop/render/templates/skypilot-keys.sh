@@ -1,3 +1,5 @@
+#!/bin/bash
+{{ variables }}
 # Makes the keys of the run's roles, once, in a folder that its owner alone can read.
 set -eu
 umask 077

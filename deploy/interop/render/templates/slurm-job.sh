@@ -1,3 +1,13 @@
+#!/bin/bash
+# Written by `slipstream render slurm`. Start: sbatch job.sbatch; end: scancel --batch
+# --signal=TERM JOB saves and queues it again, scancel JOB ends it.
+{{ options }}
+
+{{ variables }}
+
+setup() {
+{{ setup }}
+}
 
 # ---- from here on the script is the same for every run ------------------------
 # The first node has the broker. The learner, its end and its exit code are those of the job; a
@@ -56,7 +66,7 @@ step() { # NODE COUNT GPUS COMMAND...: on COUNT nodes from NODE on, seeing those
     exec "${call[@]}" "$@"
 }
 
-keep() { # NAME ON_RESTART COMMAND...: run it, and again where it fails, with ON_RESTART besides
+keep() { # NAME ON_RESTART COMMAND...: run it, and again if it fails, then with ON_RESTART too
     local name=$1 on_restart=$2 left=$max_restarts pause=1 ending=0 child='' code started
     shift 2
     local again=()
@@ -92,7 +102,7 @@ keep() { # NAME ON_RESTART COMMAND...: run it, and again where it fails, with ON
     done
 }
 
-finish() { # PID...: end keepers in order
+finish() { # PID...: end keepers and wait for them
     local pid
     [ $# -gt 0 ] || return 0
     kill -TERM "$@" 2>/dev/null
@@ -111,7 +121,7 @@ broker=$!
 begin=(start-learner --config "$config" --resume auto)
 [ "$learner_nodes" -eq 1 ] || begin+=(--rendezvous "$head:$((port + 3))")
 begin+=("${settings[@]}" "${to_learn[@]}")
-if [ "$learner_nodes" -gt 1 ]; then # each node tells its number by itself, and the first its health
+if [ "$learner_nodes" -gt 1 ]; then # each node finds its number; the first serves health
     begin=(bash -c 'if [ "$SLURM_NODEID" = 0 ]; then set -- "${@:2}" --health "$0"
         else set -- "${@:2}" "run.key_file=$1"; fi; exec "$@" --node "$SLURM_NODEID"'
         "$((port + 4))" "$keys/clients/slurm-learner_part.key" "${begin[@]}")
@@ -134,7 +144,7 @@ for ((i = 0; i < reward_workers; i++)); do
     scoring+=($!)
 done
 
-are_lost() { # PID...: all of these keepers have ended, and not one of them in order
+are_lost() { # PID...: all of these keepers have failed
     local pid
     [ $# -gt 0 ] || return 1
     for pid in "$@"; do
@@ -144,7 +154,7 @@ are_lost() { # PID...: all of these keepers have ended, and not one of them in o
     return 0
 }
 
-tell_learner() { # to save and end, unless Slurm told its step already: a second signal ends it at once
+tell_learner() { # to save and end, unless Slurm has: a second signal ends it at once
     local health
     sleep 1
     health=$(python -m slipstream.wire.process.health --port "$((port + 4))" ready 2>&1)
@@ -170,7 +180,7 @@ wait "$learner"
 code=$?
 finish "${generating[@]}" "${scoring[@]}"
 finish "$broker"
-# A step over a node that is lost may wait for ever, and the job has to be queued again.
+# A step over a node that is lost may never end, and the job has to be queued again.
 timeout 60 srun --overlap "--nodes=${#nodes[@]}" --ntasks-per-node=1 rm -rf "$sockets"
 
 if grep -qs '"finished": *true' "$run_folder/ledger/account.json"; then
