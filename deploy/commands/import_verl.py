@@ -1,15 +1,19 @@
 """`slipstream import-verl`: write the settings of a run that verl's command describes.
 
-Reads a command of verl, a shell script that has one, or its configuration as YAML, and writes one
-TOML file. Every key is told: kept, renamed, changed in meaning, dropped with its reason, or
-unknown. Where verl's default differs from Slipstream's, verl's is written. Variables of a script
-are taken from the script alone, but for $HOME: no secret of this environment is written down. With
+Takes the command's words after --, the YAML file of its whole configuration, or with --run a shell
+script, and writes one TOML file. A report has every key: kept, renamed, changed in meaning, dropped
+with its reason, or unknown. Where verl's default differs from Slipstream's, verl's is written. With
 an unknown key nothing is written and the exit code is 1, unless --allow-unknown.
+
+--run has bash run the script in a sandbox (bubblewrap): no network, no files of this host but its
+programs, writes to memory alone, no variables but PATH, HOME and those of --var. python, python3,
+torchrun and ray are recorded in place of being run. Without a sandbox no script is run.
 """
 
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,21 +23,34 @@ import tomli_w
 
 from slipstream.deploy.commands.options import add_json
 from slipstream.deploy.config import run_config
-from slipstream.deploy.interop.verl.hydra import Given, after_program, of_file, overrides_of
-from slipstream.deploy.interop.verl.shell import MOST_DEPTH, read_script
+from slipstream.deploy.interop.verl.hydra import (
+    MOST_DEPTH,
+    HydraSettings,
+    after_program,
+    joined,
+    of_file,
+    overrides_of,
+)
+from slipstream.deploy.interop.verl.script_run import announcement, run_script, settings_of
 from slipstream.deploy.interop.verl.translate import Told, Translation, translate
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 
 EXAMPLES = """examples:
-  slipstream import-verl run_grpo.sh --out run.toml      a script
-  slipstream import-verl "python3 -m verl.trainer.main_ppo data.train_files=a.parquet ..."
-  slipstream import-verl -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
+  slipstream import-verl --out run.toml -- python3 -m verl.trainer.main_ppo data.seed=1 ...
   slipstream import-verl outputs/.hydra/config.yaml --out run.toml
-  slipstream import-verl run_grpo.sh trainer.nnodes=1    further keys, as "$@" of the script
+  slipstream import-verl --run run_grpo.sh --out run.toml        what the script starts
+  slipstream import-verl --run run_grpo.sh --var NNODES=2        with a variable that it reads
+  slipstream import-verl --run run_grpo.sh trainer.nnodes=1      further keys, over the script's
 """
-_MOST_CHARACTERS, _MOST_EVENTS = 1 << 18, 20_000  # of a YAML file; events: keys, values, brackets
+# Bounds of a YAML file; events are keys, values and brackets.
+_MOST_CHARACTERS, _MOST_EVENTS = 1 << 18, 20_000
+_FORMS = (
+    "expected a command after --, such as -- python3 -m verl.trainer.main_ppo "
+    "data.train_files=a.parquet, a .yaml file, or --run SCRIPT"
+)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _TITLES = {
     "unknown": "not translated",
     "changed": "changed in meaning, or written because verl's default differs",
@@ -57,9 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument(
         "overrides",  # the name under which words after an option are joined to it
-        nargs="+",
+        nargs="*",
         metavar="COMMAND|FILE",
-        help="a command in quotes or after --, a script, or a .yaml file; then further keys",
+        help="the words of a command after --, or a .yaml file; then further keys",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="SCRIPT", help="run a shell script in a sandbox, and read that"
+    )
+    parser.add_argument(
+        "--var",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the script's environment; repeatable",
     )
     parser.add_argument("--out", type=Path, metavar="RUN.toml", help="file to write, not stdout")
     parser.add_argument("--force", action="store_true", help="write over --out if it is there")
@@ -80,7 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
     out: Path | None = arguments.out
     if out is not None and out.exists() and not arguments.force:
         raise ConfigError(f"{out} exists already: give another --out, or --force to write over it")
-    given = read(arguments.overrides)
+    given = _given(arguments)
     found = translate(
         given, home=str(Path.home()), vocab_size=vocab_size_of(given), is_async=arguments.is_async
     )
@@ -102,65 +129,63 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if writes else 1
 
 
-def read(words: Sequence[str]) -> Given:
-    """Return the keys that the words of a command line, or the file that they name, give.
+def _given(arguments: argparse.Namespace) -> HydraSettings:
+    script: Path | None = arguments.run
+    if script is None:
+        if arguments.var:
+            raise ConfigError("--var sets a variable of a script: --run SCRIPT is missing")
+        return read(arguments.overrides)
+    variables = {"HOME": str(Path.home()), **variables_of(arguments.var)}
+    if not arguments.json:
+        console = make_console(stderr=True, highlight=False)
+        console.print(announcement(script, variables), soft_wrap=True)
+    return joined(
+        settings_of(script, run_script(script, variables)), overrides_of(arguments.overrides)
+    )
+
+
+def variables_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return the variables that --var sets.
 
     Raises:
-        ConfigError: there is no command of verl's, or the file cannot be read.
+        ConfigError: A text is not NAME=VALUE.
     """
-    path = Path(words[0])
-    is_file = (
-        "=" not in words[0] and "\n" not in words[0] and len(words[0]) < 4096 and path.is_file()
-    )
+    variables = {}
+    for text in texts:
+        match = _VARIABLE.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"--var {text}: expected NAME=VALUE, such as --var NNODES=2")
+        variables[match[1]] = match[2]
+    return variables
+
+
+def read(words: Sequence[str]) -> HydraSettings:
+    """Return the keys that a command's words, or the YAML file that the first one names, give.
+
+    Raises:
+        ConfigError: The words are neither, or the file cannot be read.
+    """
+    if not words:
+        raise ConfigError(f"something to read is required: {_FORMS}")
+    path, first = Path(words[0]), words[0].split()
+    is_file = "=" not in words[0] and len(words[0]) < 4096 and path.is_file()
     if is_file and path.suffix in {".yaml", ".yml"}:
-        return _joined(of_file(_yaml(path), str(path)), overrides_of(words[1:]))
+        return joined(of_file(_yaml(path), str(path)), overrides_of(words[1:]))
     if is_file:
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the script {path}: {error}") from error
-        return _joined(_of_script(text, str(path)), overrides_of(words[1:]))
-    if len(words) == 1 and (" " in words[0].strip() or "\n" in words[0]):
-        return _of_script(words[0], "the command")
+        raise ConfigError(
+            f"{path} is no .yaml file. A script is run in a sandbox, and what it starts is read: "
+            f"slipstream import-verl --run {path}"
+        )
+    if (
+        len(words) == 1
+        and len(first) > 1
+        and ("=" not in first[0] or "=" in words[0][len(first[0]) :])
+    ):
+        raise ConfigError(f"a command in quotes is one word: leave the quotes out. {_FORMS}")
     following = after_program(words)
     if following is None and "=" not in words[0].partition(" ")[0]:
-        raise ConfigError(
-            f"{words[0]} is no file, and no command of verl's: expected a script, a .yaml file, or "
-            "a command such as python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
-        )
+        raise ConfigError(f"{words[0]} is no file, and no command of verl's: {_FORMS}")
     return overrides_of(words if following is None else following)
-
-
-def _of_script(text: str, where: str) -> Given:
-    try:
-        script = read_script(text, {"HOME": str(Path.home())})
-    except ValueError as error:
-        raise ConfigError(f"{where} cannot be read as a shell script: {error}") from error
-    found = [words for command in script.commands if (words := after_program(command)) is not None]
-    if not found and len(script.commands) == 1 and all("=" in w for w in script.commands[0]):
-        found = script.commands  # keys alone
-    if not found:
-        raise ConfigError(
-            f"{where} starts no program of verl's: expected one such as "
-            "python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
-        )
-    given = overrides_of(found[0])
-    notes = [f"{where}: {skipped}" for skipped in script.skipped]
-    if len(found) > 1:
-        notes.append(f"{where} starts verl {len(found)} times: the first one is translated")
-    return Given(given.values, given.deleted, given.unreadable, (*given.ignored, *notes))
-
-
-def _joined(first: Given, second: Given) -> Given:
-    """Return the keys of both; the second's win."""
-    values = {key: value for key, value in first.values.items() if key not in second.deleted}
-    unreadable = tuple(one for one in first.unreadable if one[0] not in second.values)
-    return Given(
-        {**values, **second.values},
-        (*first.deleted, *second.deleted),
-        (*unreadable, *second.unreadable),
-        (*first.ignored, *second.ignored),
-    )
 
 
 def _yaml(path: Path) -> object:
@@ -187,7 +212,7 @@ def _yaml(path: Path) -> object:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
-def vocab_size_of(given: Given) -> int:
+def vocab_size_of(given: HydraSettings) -> int:
     """Return the size of the model's vocabulary if its folder is here, else 0."""
     path = given.values.get("actor_rollout_ref.model.path")
     file = Path(str(path)).expanduser() / "config.json"

@@ -14,7 +14,6 @@ import tomli_w
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import after_program, overrides_of
 from slipstream.deploy.interop.verl.rows import Keys, Row
-from slipstream.deploy.interop.verl.shell import read_script
 from slipstream.deploy.interop.verl.table import GROUPS, OF_VALUES
 from slipstream.deploy.interop.verl.translate import translate
 
@@ -99,8 +98,7 @@ def _surrogate(name: str) -> Mapping[str, object]:
 
 def example() -> str:
     """Return a command, and the file that it becomes."""
-    (words,) = read_script(EXAMPLE, {}).commands
-    found = translate(overrides_of(after_program(words) or []))
+    found = translate(overrides_of(after_program(EXAMPLE.replace("\\\n", " ").split()) or []))
     return f"```\n{EXAMPLE}```\n\n```toml\n{tomli_w.dumps(found.table)}```\n"
 
 

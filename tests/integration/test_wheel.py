@@ -33,6 +33,7 @@ SUMS = (
     "environment.function=slipstream.deploy.examples.sums:Sums generators.siblings_together=false"
 )
 SCORE = "slipstream.broker.rewards.exact_match:score"
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
 
 CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printed
     "slipstream": (2, "required: COMMAND"),
@@ -82,7 +83,8 @@ CALLS: dict[str, tuple[int, str]] = {  # exit code, and a part of what is printe
     "slipstream keys list --keys keys": (0, "desk"),
     "slipstream import-verl": (2, "required"),
     "slipstream import-verl none.yaml": (2, "none.yaml"),
-    "slipstream import-verl verl.sh --out verl.toml": (0, "verl.toml"),
+    "slipstream import-verl verl.sh": (2, "--run verl.sh"),
+    f"slipstream import-verl --out verl.toml -- {VERL}": (0, "verl.toml"),
     f"start-broker {QUICKSTART} --dry-run": (0, "quickstart"),
     f"start-learner {QUICKSTART}": (2, LEARNER),
     f"start-learner {QUICKSTART} --dry-run": (2, LEARNER),
@@ -125,7 +127,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (top / "home").mkdir()
     sdist, wheel = build(top)
     prepare(folder / ".cache" / "addition")
-    (folder / "verl.sh").write_text("python3 -m verl.trainer.main_ppo data.train_files=a.parquet\n")
+    (folder / "verl.sh").write_text(f"{VERL}\n")
     return Installed(sdist, wheel, install(wheel, top / "ü c"), folder)
 
 

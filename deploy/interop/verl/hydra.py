@@ -5,40 +5,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from slipstream.deploy.interop.verl.shell import MOST_DEPTH, MOST_LENGTH, unknown_names
 from slipstream.wire.errors import ConfigError
 
+MOST_DEPTH = 40  # brackets inside each other
+MOST_LENGTH = 1 << 16  # characters of a script or value
 Value = None | bool | int | float | str | list["Value"] | dict[str, "Value"]
 
 _PROGRAM = re.compile(r"(.*[./])?main_(ppo|dapo|\w+)(\.py)?")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*)(=.*)?", re.DOTALL)
 _INT = re.compile(r"[+-]?\d[\d_]*")
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
-_MOST_DIGITS = 64  # of a number; what is longer is text
+_MOST_DIGITS = 64  # digits of a number; anything longer is text
+_SCALARS = (bool, int, float, str)
 _ONE_MORE_WORD = frozenset(
     {"-cn", "-cp", "-cd", "--config-name", "--config-path", "--config-dir", "-p", "--package"}
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class HydraSettings:
     """Keys of verl with their values, in the order in which they were given."""
 
     values: dict[str, Value]
     deleted: tuple[str, ...] = ()
-    unreadable: tuple[tuple[str, str], ...] = ()  # key and why its value is not known
-    ignored: tuple[str, ...] = ()  # remarks on what was not read
+    remarks: tuple[str, ...] = ()  # parts of the input that were not read
 
 
-def overrides_of(words: Sequence[str]) -> Given:
+def overrides_of(words: Sequence[str]) -> HydraSettings:
     """Return what the words after verl's program set.
 
     Raises:
-        ConfigError: a word is no override, with an example of one, or beyond a bound, named.
+        ConfigError: A word is no override, or beyond a bound.
     """
     values: dict[str, Value] = {}
     deleted: list[str] = []
-    unreadable: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
         if word.startswith("-"):
@@ -48,53 +48,57 @@ def overrides_of(words: Sequence[str]) -> Given:
             values[name] = text
             continue
         match = _OVERRIDE.fullmatch(word)
-        if match is None and (names := unknown_names(word)):
-            unreadable["(further words)"] = ", ".join(names)
-            continue
         if match is None or (match[1] != "~" and match[3] is None):
             raise ConfigError(
                 f"{word!r} is no setting of verl: expected key=value, +key=value or ~key, as in "
                 "data.train_batch_size=1024"
             )
         key = match[2]
-        unreadable.pop(key, None)
         if match[1] == "~":
             values.pop(key, None)
             deleted.append(key)
-        elif names := unknown_names(word):
-            unreadable[key] = ", ".join(names)
-        else:
-            try:
-                values[key] = parsed(match[3][1:])
-            except ValueError as error:
-                raise ConfigError(f"{key}: {error}") from error
-    flat = {name: one for key, value in values.items() for name, one in _leaves(key, value)}
-    return Given(flat, tuple(deleted), tuple(unreadable.items()))
+            continue
+        try:
+            values[key] = parsed(match[3][1:])
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    flat = {name: leaf for key, value in values.items() for name, leaf in _leaves(key, value)}
+    return HydraSettings(flat, tuple(deleted))
+
+
+def joined(first: HydraSettings, second: HydraSettings) -> HydraSettings:
+    """Return the keys of both; the second's win."""
+    values = {key: value for key, value in first.values.items() if key not in second.deleted}
+    return HydraSettings(
+        {**values, **second.values},
+        (*first.deleted, *second.deleted),
+        (*first.remarks, *second.remarks),
+    )
 
 
 def after_program(words: Sequence[str]) -> list[str] | None:
-    """Return the words after verl's program in a command; None if it starts another one."""
+    """Return the words after verl's program in a command, or None for another program."""
     for place, word in enumerate(words):
         if _PROGRAM.fullmatch(word):
             return list(words[place + 1 :])
     return None
 
 
-def of_file(tree: object, where: str) -> Given:
+def of_file(tree: object, where: str) -> HydraSettings:
     """Return what a YAML file sets.
 
     Args:
-        tree: as YAML reads it.
-        where: the file, for errors.
+        tree: Content of the file, as YAML reads it.
+        where: The file, for errors.
 
     Raises:
-        ConfigError: it is no table.
+        ConfigError: The content is no table.
     """
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} holds no table of settings, got {type(tree).__name__}")
-    ignored = []
+    remarks = []
     if "defaults" in tree:
-        ignored.append(
+        remarks.append(
             "defaults: the files that it names are not read. The whole configuration is printed by "
             "verl's command with --cfg job --resolve"
         )
@@ -102,31 +106,27 @@ def of_file(tree: object, where: str) -> Given:
     for key, value in tree.items():
         if key not in {"defaults", "hydra"}:
             values |= dict(_leaves(str(key), value))
-    references = [key for key, value in values.items() if _refers(value)]
+    references = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
     for key in references:
         del values[key]
     if references:
-        ignored.append(
+        remarks.append(
             f"{len(references)} values are references (${{...}}), such as that of {references[0]}, "
             "and are taken as not set: verl's command prints them with --cfg job --resolve"
         )
-    return Given(values, ignored=tuple(ignored))
-
-
-def _refers(value: Value) -> bool:
-    return isinstance(value, str) and "${" in value
+    return HydraSettings(values, remarks=tuple(remarks))
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, Value]]:
     """Yield the values of a table and of the tables inside it by their dotted keys."""
     if isinstance(value, Mapping) and value:
-        for name, one in value.items():
-            yield from _leaves(f"{key}.{name}", one)
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
     elif isinstance(value, Mapping):
         yield key, {}
     elif isinstance(value, list | tuple):
-        yield key, [one if isinstance(one, bool | int | float | str) else str(one) for one in value]
-    elif value is None or isinstance(value, bool | int | float | str):
+        yield key, [item if isinstance(item, _SCALARS) else str(item) for item in value]
+    elif value is None or isinstance(value, _SCALARS):
         yield key, value
     else:
         yield key, str(value)
@@ -136,7 +136,7 @@ def parsed(text: str) -> Value:
     """Return the value that Hydra reads in the text after an equals sign.
 
     Raises:
-        ValueError: it is too long, or its brackets are too deep inside each other.
+        ValueError: The text is too long, or its brackets are too deep inside each other.
     """
     if len(text) > MOST_LENGTH:
         raise ValueError(f"{len(text)} characters are no value: {MOST_LENGTH} at most")

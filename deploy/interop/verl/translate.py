@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.deploy.interop.verl import rules
-from slipstream.deploy.interop.verl.hydra import Given, Value
+from slipstream.deploy.interop.verl.hydra import HydraSettings, Value
 from slipstream.deploy.interop.verl.rows import NOT_SET, Keys, Kind, Out, Row, Settings
 from slipstream.deploy.interop.verl.rules import ACTOR, OPTIM, ROLLOUT
 from slipstream.deploy.interop.verl.table import ROWS
@@ -54,7 +54,7 @@ class Translation:
 
 
 def translate(
-    given: Given, *, home: str = "", vocab_size: int = 0, is_async: bool = False
+    given: HydraSettings, *, home: str = "", vocab_size: int = 0, is_async: bool = False
 ) -> Translation:
     """Return the settings that do what verl was told to do.
 
@@ -91,10 +91,6 @@ def translate(
             todo += [verdict.todo] if verdict.todo else []
             _merge(settings, verdict.settings, over=False)
     told += [Told(key, "dropped", None, {}, "taken away by ~") for key in given.deleted]
-    told += [
-        Told(key, "unknown", None, {}, f"depends on {names}: give {key}=VALUE as a further word")
-        for key, names in given.unreadable
-    ]
     judges = (_judge_async if is_async else _judge_sync, *JUDGES)
     for judge in judges:
         for one in judge(settings, keys):
@@ -102,7 +98,7 @@ def translate(
             settings |= one.settings
             for name in [name for name, value in one.settings.items() if value is None]:
                 del settings[name]
-    return Translation(nested(settings), told, list(dict.fromkeys(todo)), list(given.ignored))
+    return Translation(nested(settings), told, list(dict.fromkeys(todo)), list(given.remarks))
 
 
 def row_of(key: str) -> Row | None:

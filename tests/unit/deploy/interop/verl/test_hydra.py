@@ -3,7 +3,6 @@
 import pytest
 
 from slipstream.deploy.interop.verl.hydra import after_program, of_file, overrides_of, parsed
-from slipstream.deploy.interop.verl.shell import read_script
 from slipstream.wire.errors import ConfigError
 
 
@@ -61,15 +60,6 @@ def test_a_word_that_sets_nothing_is_refused_with_an_example(word: str):
         overrides_of([word])
 
 
-def test_a_value_that_is_not_known_is_no_value():
-    (words,) = read_script("run a=$X b=2", {}).commands
-    given = overrides_of(words[1:])
-    assert given.values == {"b": 2}
-    assert given.unreadable == (("a", "X"),)
-    (words,) = read_script("run $X b=2", {}).commands
-    assert overrides_of(words[1:]).unreadable == (("(further words)", "X"),)
-
-
 def test_the_words_after_the_program():
     for command in [
         "python3 -m verl.trainer.main_ppo a=1",
@@ -94,8 +84,8 @@ def test_a_file_is_flattened_and_its_defaults_are_told():
         "x.yaml",
     )
     assert given.values == {"data.train_files": ["a", "b"], "data.seed": None, "data.kwargs": {}}
-    assert given.ignored[0].startswith("defaults: ")
-    assert "1 values are references (${...}), such as that of critic.lr" in given.ignored[1]
+    assert given.remarks[0].startswith("defaults: ")
+    assert "1 values are references (${...}), such as that of critic.lr" in given.remarks[1]
 
 
 @pytest.mark.parametrize("tree", [None, [1], "x"])
