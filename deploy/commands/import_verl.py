@@ -31,8 +31,9 @@ from slipstream.deploy.interop.verl.hydra import (
     of_file,
     overrides_of,
 )
+from slipstream.deploy.interop.verl.rows import TranslatedKey
 from slipstream.deploy.interop.verl.script_run import announcement, run_script, settings_of
-from slipstream.deploy.interop.verl.translate import Told, Translation, translate
+from slipstream.deploy.interop.verl.translate import Translation, translate
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
@@ -64,7 +65,7 @@ _COLORS = {"unknown": "bold red", "changed": "yellow", "renamed": "green", "kept
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
     """What --json prints."""
 
-    told: list[Told]
+    keys: list[TranslatedKey] = msgspec.field(name="told")
     todo: list[str]
     notes: list[str]
     written: str
@@ -122,7 +123,7 @@ def main(arguments: argparse.Namespace) -> int:
     where = "" if not writes else "stdout" if out is None else str(out)
     notes = [*found.notes, *(refusal_of(found) if writes else [])]
     if arguments.json:
-        report = _Report(told=found.told, todo=found.todo, notes=notes, written=where)
+        report = _Report(keys=found.keys, todo=found.todo, notes=notes, written=where)
         sys.stderr.write(msgspec.json.encode(report).decode() + "\n")
     else:
         print_report(found, notes, where)
@@ -229,8 +230,8 @@ def toml_text(found: Translation) -> str:
     if found.todo:
         head += ["# Left to do:", *(f"#   {line}" for line in found.todo)]
     if found.failed:
-        head += ["# Not translated:", *(f"#   {one.key}: {one.remark}" for one in found.failed)]
-    lines = [line for one in head for line in one.splitlines()]
+        head += ["# Not translated:", *(f"#   {key.key}: {key.remark}" for key in found.failed)]
+    lines = [line for text in head for line in text.splitlines()]
     return "\n".join(lines) + "\n\n" + tomli_w.dumps(found.table)
 
 
@@ -247,14 +248,14 @@ def print_report(found: Translation, notes: Sequence[str], where: str) -> None:
     """Print what became of every key, the worst last."""
     console = make_console(stderr=True, highlight=False)
     for kind in reversed(_TITLES):
-        lines = [one for one in found.told if one.kind == kind]
-        if not lines:
+        keys = [key for key in found.keys if key.kind == kind]
+        if not keys:
             continue
         style = _COLORS.get(kind, "dim")
-        console.print(f"{_TITLES[kind]} ({len(lines)})", style=style)
-        for one in lines:
+        console.print(f"{_TITLES[kind]} ({len(keys)})", style=style)
+        for key in keys:
             console.print(
-                f"  {line_of(one)}", soft_wrap=True, style="dim" if kind == "dropped" else ""
+                f"  {line_of(key)}", soft_wrap=True, style="dim" if kind == "dropped" else ""
             )
     for title, texts in (("notes", notes), ("left to do", found.todo)):
         if texts:
@@ -273,16 +274,16 @@ def print_report(found: Translation, notes: Sequence[str], where: str) -> None:
         )
 
 
-def line_of(one: Told) -> str:
+def line_of(key: TranslatedKey) -> str:
     """Return one line on one key."""
-    value = "" if one.value is None else f"={plain(one.value)}"
-    given = f"{one.key}{value}" + (" (verl's default)" if one.is_default else "")
+    value = "" if key.value is None else f"={plain(key.value)}"
+    default = " (verl's default)" if key.is_default else ""
     settings = ", ".join(
-        f"{name} left out" if value is None else f"{name} = {plain(value)}"
-        for name, value in one.settings.items()
+        f"{name} left out" if setting is None else f"{name} = {plain(setting)}"
+        for name, setting in key.settings.items()
     )
     arrow = f" -> {settings}" if settings else ""
-    return f"{given}{arrow}" + (f": {one.remark}" if one.remark else "")
+    return f"{key.key}{value}{default}{arrow}" + (f": {key.remark}" if key.remark else "")
 
 
 def plain(value: object) -> str:

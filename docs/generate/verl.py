@@ -11,10 +11,12 @@ from pathlib import Path
 
 import tomli_w
 
-from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import after_program, overrides_of
-from slipstream.deploy.interop.verl.rows import Keys, Row
-from slipstream.deploy.interop.verl.table import GROUPS, OF_VALUES
+from slipstream.deploy.interop.verl.keys import ACTOR, VerlKeys
+from slipstream.deploy.interop.verl.rows import KeyRow
+from slipstream.deploy.interop.verl.table import REMARKS_ON_VALUES, TOPICS
+from slipstream.deploy.interop.verl.topics.algorithm import ADVANTAGES
+from slipstream.deploy.interop.verl.topics.loss import ESTIMATORS, SURROGATES, surrogate
 from slipstream.deploy.interop.verl.translate import translate
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_verl.md"
@@ -38,12 +40,12 @@ def begin(part: str) -> str:
 def keys() -> str:
     """Return the tables of all keys."""
     return "\n".join(
-        f"### {group.title}\n\n{_HEAD}" + "".join(_row(row) for row in group.rows)
-        for group in GROUPS
+        f"### {topic.title}\n\n{_HEAD}" + "".join(_row(row) for row in topic.rows)
+        for topic in TOPICS
     )
 
 
-def _row(row: Row) -> str:
+def _row(row: KeyRow) -> str:
     ours = "<br>".join(f"`{_short(name)}`" for name in row.ours) or "-"
     return f"| {_names(row.verl)} | {ours} | {row.remark.replace('|', chr(92) + '|')} |\n"
 
@@ -68,9 +70,9 @@ def _names(names: tuple[str, ...]) -> str:
 def values() -> str:
     """Return the table of values that are names of algorithms."""
     parts: list[tuple[str, Mapping[str, object], Callable[[str], Mapping[str, object]]]] = [
-        ("adv_estimator", rules.ADVANTAGES, lambda name: rules.ADVANTAGES[name]),
-        ("loss_mode", rules.SURROGATES, _surrogate),
-        ("kl_loss_type", rules.ESTIMATORS, lambda name: {"algo.kl.name": rules.ESTIMATORS[name]}),
+        ("adv_estimator", ADVANTAGES, lambda name: ADVANTAGES[name]),
+        ("loss_mode", SURROGATES, _surrogate),
+        ("kl_loss_type", ESTIMATORS, lambda name: {"algo.kl.name": ESTIMATORS[name]}),
     ]
     lines = [line for key, names, settings in parts for line in _values(key, names, settings)]
     lines.append("| `adv_estimator=remax` | - | no role generates greedy answers for training |\n")
@@ -86,13 +88,13 @@ def _values(
             f"`{tomli_w.dumps({'v': value}).strip().replace('v', _short(setting), 1)}`"
             for setting, value in settings_of(name).items()
         )
-        alike.setdefault(f"{text} | {OF_VALUES.get(name, '')}", []).append(name)
+        alike.setdefault(f"{text} | {REMARKS_ON_VALUES.get(name, '')}", []).append(name)
     for cells, same in alike.items():
         yield f"| {', '.join(f'`{key}={name}`' for name in same)} | {cells} |\n"
 
 
 def _surrogate(name: str) -> Mapping[str, object]:
-    found = rules.surrogate(name, Keys({f"{rules.ACTOR}.policy_loss.dro_beta": 0.1})).settings
+    found = surrogate(name, VerlKeys({f"{ACTOR}.policy_loss.dro_beta": 0.1})).settings
     return {key: value for key, value in found.items() if key != "algo.kl.coefficient"}
 
 

@@ -7,7 +7,7 @@ import pytest
 from docs.generate.settings import SECTION_STRUCTS
 from docs.generate.verl import PAGE, PARTS, begin, generated
 from slipstream.deploy.interop.verl.hydra import overrides_of
-from slipstream.deploy.interop.verl.table import GROUPS
+from slipstream.deploy.interop.verl.table import TOPICS
 from slipstream.deploy.interop.verl.translate import translate
 
 TEXT = PAGE.read_text("utf-8")
@@ -25,7 +25,7 @@ def test_a_page_without_a_place_is_refused():
 def test_every_row_is_on_the_page():
     tables = PARTS["keys"]()
     assert sum(line.startswith("| `") for line in tables.splitlines()) == sum(
-        len(group.rows) for group in GROUPS
+        len(topic.rows) for topic in TOPICS
     )
 
 
@@ -48,7 +48,7 @@ def test_there_are_seven_traps_and_each_is_translated_as_it_says():
 def _whole(key: str) -> str:
     """Return a key as a command has it, from the end of it that the page names."""
     name = key.partition("=")[0]
-    known = [one for group in GROUPS for row in group.rows for one in row.verl]
+    known = [one for topic in TOPICS for row in topic.rows for one in row.verl]
     order = ("trainer.", "actor_rollout_ref.rollout.", "data.", "algorithm.", "actor_rollout_ref.")
     for prefix in order:
         if f"{prefix}{name}" in known:

@@ -1,5 +1,6 @@
 """Settings of verl read as settings of Slipstream; `slipstream import-verl` alone comes in here.
 
-`shell` and `hydra` read command lines, scripts and files; `table` has a row for every key of verl;
-`translate` applies the rows and judges what they say together. All of it is pure.
+`hydra` reads commands and files, `script_run` what a script starts; `topics` have a row for every
+key of verl, `table` all of them; `translate` applies rows, `consequences` what they mean together.
+All of it is pure but `script_run`.
 """

@@ -1,140 +1,169 @@
-"""What a row of the table is, and the functions that turn values of verl into ours. Pure."""
+"""Rows of the table, and the rules that turn values of verl into settings. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
-
-from typing_extensions import override
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from slipstream.deploy.interop.verl.hydra import Value
+from slipstream.deploy.interop.verl.keys import VerlKeys
 
 Kind = Literal["kept", "renamed", "changed", "dropped", "unknown"]
-Settings = dict[str, object]  # by the dotted name of each
-
-
-class Keys(Mapping[str, Value]):
-    """The keys of verl that were given; a null is not given."""
-
-    def __init__(self, values: Mapping[str, Value], *, home: str = "", vocab_size: int = 0) -> None:
-        self._values = {key: value for key, value in values.items() if value is not None}
-        self.home = home  # folder that ~ stands for
-        self.vocab_size = vocab_size  # of the model, 0 if it is not here
-        self.key = ""  # the one that is translated
-
-    def at(self, key: str) -> "Keys":
-        """Return the same for a rule that reads the name of its key."""
-        keys = Keys(self._values, home=self.home, vocab_size=self.vocab_size)
-        keys.key = key
-        return keys
-
-    @override
-    def __getitem__(self, key: str) -> Value:
-        return self._values[key]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def first(self, *names: str, default: Value = None) -> Value:
-        """Return the value of the first of these keys that was given."""
-        return next((self[name] for name in names if name in self), default)
-
-    def number(self, *names: str, default: float = 0) -> float:
-        """Return the number of the first of these keys that was given."""
-        value = self.first(*names)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-    def integer(self, *names: str, default: int = 0) -> int:
-        """Return the same as an integer."""
-        return int(self.number(*names, default=default))
-
-    def has_true(self, *names: str) -> bool:
-        """Return whether any of these is true."""
-        return any(self.get(name) is True for name in names)
-
-    def any_below(self, prefix: str) -> bool:
-        """Return whether a key begins with this."""
-        return any(key.startswith(prefix) for key in self)
+Settings = dict[str, object]  # values by dotted names
+NOT_SET: Value = "\0not set"  # default of a row without one
+OFF = "off, as by default"
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class Counterpart:
     """What one key of verl becomes."""
 
     settings: Settings = field(default_factory=dict)
-    kind: Kind | None = None  # other than the row's
-    note: str = ""  # why, besides the row's remark
-    todo: str = ""  # what is left to the reader
+    kind: Kind | None = None  # if not that of the row
+    note: str = ""  # reason, in place of the row's remark
+    todo: str = ""  # work left to the reader
 
 
-Rule = Callable[[Value, Keys], Out]
-NOT_SET: Value = "\0not set"  # of a row without a default
+Rule: TypeAlias = Callable[[Value, VerlKeys], Counterpart]
+RuleOf: TypeAlias = Callable[[str], Rule]  # the rule that writes a setting
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeyRow:
     """One or several keys of verl that have one translation."""
 
     verl: tuple[str, ...]  # dotted; * is any one name, ** any number of them, at the end
-    ours: tuple[str, ...] = ()  # settings that it may write; * as above
-    remark: str = ""  # what differs, or why there is none
-    rule: Rule | None = None  # None has no counterpart
-    kind: Kind | None = None  # None: kept or renamed, as the names say
-    default: Value = NOT_SET  # verl's, written where the key is not given and ours differs
-    also: str = ""  # written in the page beside the settings
+    ours: tuple[str, ...]  # settings that the rule may write, with the same stars
+    remark: str  # the difference, or why there is no counterpart
+    rule: Rule | None  # None without a counterpart
+    kind: Kind
+    default: Value  # verl's, written where the key is not given and ours differs
 
     def fits(self, key: str) -> bool:
         """Return whether the row is of this key."""
         return any(fits(pattern, key) for pattern in self.verl)
 
-    @property
-    def usual_kind(self) -> Kind:
-        """What is reported where nothing special is found."""
-        if self.kind is not None:
-            return self.kind
-        if self.rule is None:
-            return "dropped"
-        last = {name.rpartition(".")[2] for name in self.ours}
-        return "kept" if last == {self.verl[0].rpartition(".")[2]} else "renamed"
+    def counterpart(self, key: str, value: Value, keys: VerlKeys) -> Counterpart:
+        """Return what a key of the row becomes."""
+        return Counterpart() if self.rule is None else self.rule(value, replace(keys, key=key))
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedKey:
+    """The report on one key."""
+
+    key: str
+    kind: Kind
+    value: Value
+    settings: Settings
+    remark: str
+    is_default: bool = False  # verl's default, which was not given
 
 
 def fits(pattern: str, key: str) -> bool:
     """Return whether a key has this form."""
     parts, names = pattern.split("."), key.split(".")
     if parts[-1] == "**":
-        parts, names = parts[:-1], names[: len(parts) - 1]
-        if len(key.split(".")) <= len(parts):
+        parts.pop()
+        if len(names) <= len(parts):
             return False
-    return len(parts) == len(names) and all(
-        part in {"*", name} for part, name in zip(parts, names, strict=True)
-    )
+        del names[len(parts) :]
+    return len(parts) == len(names) and all(map(_fits_name, parts, names))
 
 
-def refused(why: str) -> Out:
+def _fits_name(part: str, name: str) -> bool:
+    return part in {"*", name}
+
+
+class Topic:
+    """Rows under one heading of the page, in their order. Keys and settings have spaces between."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.rows: list[KeyRow] = []
+
+    def rule(
+        self,
+        verl: str,
+        ours: str = "",
+        remark: str = "",
+        *,
+        kind: Kind | None = None,
+        default: Value = NOT_SET,
+    ) -> Callable[[Rule], Rule]:
+        """Add a row whose rule is the decorated function."""
+        keys, settings = tuple(verl.split()), tuple(ours.split())
+        last = {name.rpartition(".")[2] for name in settings}
+        usual: Kind = "kept" if last == {keys[0].rpartition(".")[2]} else "renamed"
+
+        def add(rule: Rule) -> Rule:
+            self.rows.append(KeyRow(keys, settings, remark, rule, kind or usual, default))
+            return rule
+
+        return add
+
+    def setting(
+        self,
+        verl: str,
+        ours: str,
+        rule_of: RuleOf,
+        remark: str = "",
+        *,
+        kind: Kind | None = None,
+        default: Value = NOT_SET,
+    ) -> None:
+        """Add a row of keys that become one setting."""
+        self.rule(verl, ours, remark, kind=kind, default=default)(rule_of(ours))
+
+    def dropped(self, verl: str, remark: str) -> None:
+        """Add a row of keys without a counterpart."""
+        self.rows.append(KeyRow(tuple(verl.split()), (), remark, None, "dropped", NOT_SET))
+
+    def written_with(self, key: str, verl: str, ours: str, remark: str = "") -> None:
+        """Add a row of keys that another key has written already, if it counts."""
+        note = f"written with {key}, if that is on"
+        shown = remark or f"written with `{key.rpartition('.')[2]}`"
+        self.rule(verl, ours, shown, kind="renamed")(lambda _value, _keys: nothing(note))
+
+    def left_to_write(self, verl: str, ours: str, remark: str, note: str, todo: str) -> None:
+        """Add a row of code of one's own that has another form here."""
+
+        @self.rule(verl, ours, remark, kind="changed")
+        def _(value: Value, _: VerlKeys) -> Counterpart:
+            return Counterpart({}, "changed", note, todo) if value else nothing("not set")
+
+
+# ---- rules ---------------------------------------------------------------------
+
+
+def refused(reason: str) -> Counterpart:
     """Return that this value has no counterpart."""
-    return Out(kind="unknown", note=why)
+    return Counterpart(kind="unknown", note=reason)
 
 
-def nothing(why: str) -> Out:
-    """Return that this value has none and needs none."""
-    return Out(kind="dropped", note=why)
+def expected(what: str, value: Value) -> Counterpart:
+    """Return that this value is of another kind."""
+    return refused(f"expected {what}, got {value!r}")
 
 
-def integer(setting: str, *, least: int = 1, off: int | None = None) -> Rule:
-    """Return the rule of a whole number; below ``least`` it is ``off``, or not written."""
+def unlike(value: Value, choices: Iterable[str]) -> Counterpart:
+    """Return that this value has no counterpart, and the names of those with one."""
+    return refused(f"{value!r} has no counterpart; known are {', '.join(choices)}")
 
-    def rule(value: Value, keys: Keys) -> Out:  # noqa: ARG001
+
+def nothing(reason: str) -> Counterpart:
+    """Return that this value needs no counterpart."""
+    return Counterpart(kind="dropped", note=reason)
+
+
+def integer(setting: str, *, least: int = 1) -> Rule:
+    """Return the rule of a whole number; below ``least`` it is not written."""
+
+    def rule(value: Value, _: VerlKeys) -> Counterpart:
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            return refused(f"expected a whole number, got {value!r}")
-        if value >= least:
-            return Out({setting: int(value)})
-        if off is None:
+            return expected("a whole number", value)
+        if value < least:
             return nothing(f"{int(value)} is what Slipstream does without the setting")
-        return Out({setting: off}, "changed", f"{int(value)} is written {off} here")
+        return Counterpart({setting: int(value)})
 
     return rule
 
@@ -142,10 +171,10 @@ def integer(setting: str, *, least: int = 1, off: int | None = None) -> Rule:
 def number(setting: str) -> Rule:
     """Return the rule of a number."""
 
-    def rule(value: Value, keys: Keys) -> Out:  # noqa: ARG001
+    def rule(value: Value, _: VerlKeys) -> Counterpart:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return refused(f"expected a number, got {value!r}")
-        return Out({setting: float(value)})
+            return expected("a number", value)
+        return Counterpart({setting: float(value)})
 
     return rule
 
@@ -153,44 +182,76 @@ def number(setting: str) -> Rule:
 def switch(setting: str) -> Rule:
     """Return the rule of a true or false."""
 
-    def rule(value: Value, keys: Keys) -> Out:  # noqa: ARG001
+    def rule(value: Value, _: VerlKeys) -> Counterpart:
         if not isinstance(value, bool):
-            return refused(f"expected True or False, got {value!r}")
-        return Out({setting: value})
+            return expected("True or False", value)
+        return Counterpart({setting: value})
 
     return rule
+
+
+def as_it_is(setting: str) -> Rule:
+    """Return the rule of any value."""
+    return lambda value, _: Counterpart({setting: value})
 
 
 def text(setting: str) -> Rule:
     """Return the rule of a text."""
-
-    def rule(value: Value, keys: Keys) -> Out:  # noqa: ARG001
-        return Out({setting: str(value)})
-
-    return rule
+    return lambda value, _: Counterpart({setting: str(value)})
 
 
 def path(setting: str) -> Rule:
     """Return the rule of a file or folder."""
+    return lambda value, keys: Counterpart({setting: keys.path(value)})
 
-    def rule(value: Value, keys: Keys) -> Out:
-        return Out({setting: at_home(str(value), keys)})
+
+def choice(names: Mapping[str, object]) -> RuleOf:
+    """Return the rules of a value that has another name here."""
+
+    def rule_of(setting: str) -> Rule:
+        def rule(value: Value, _: VerlKeys) -> Counterpart:
+            name = str(value)
+            return Counterpart({setting: names[name]}) if name in names else unlike(value, names)
+
+        return rule
+
+    return rule_of
+
+
+def number_type(setting: str) -> Rule:
+    """Return the rule of a type of weights."""
+
+    def rule(value: Value, _: VerlKeys) -> Counterpart:
+        if str(value) in {"bfloat16", "bf16", "auto"}:
+            return Counterpart({setting: "bfloat16"})
+        if str(value) in {"float32", "fp32"}:
+            return Counterpart({setting: "float32"})
+        note = f"there is no {value}: bfloat16 or float32"
+        return Counterpart({setting: "bfloat16"}, "changed", note)
 
     return rule
 
 
-def one_of(setting: str, choices: Mapping[str, object]) -> Rule:
-    """Return the rule of a value that has another name here."""
-
-    def rule(value: Value, keys: Keys) -> Out:  # noqa: ARG001
-        key = str(value).lower() if isinstance(value, bool) else str(value)
-        if key not in choices:
-            return refused(f"{value!r} has no counterpart; known are {', '.join(choices)}")
-        return Out({setting: choices[key]})
-
-    return rule
+def just(only: Value, reason: str) -> Rule:
+    """Return the rule of a key that has one value here, and needs no setting."""
+    return lambda value, _: nothing(reason) if value == only else refused(f"{value!r}: {reason}")
 
 
-def at_home(name: str, keys: Keys) -> str:
-    """Return a path without ~."""
-    return f"{keys.home}{name[1:]}" if keys.home and name.startswith("~/") else name
+def below_table(table: str) -> Rule:
+    """Return the rule of keys that keep their last name in a table of ours."""
+    return lambda value, keys: Counterpart({f"{table}.{keys.key.rpartition('.')[2]}": value})
+
+
+def unless(idle: Callable[[VerlKeys], str], rule_of: RuleOf) -> RuleOf:
+    """Return rules of a key that counts for nothing wherever ``idle`` gives a reason."""
+
+    def outer(setting: str) -> Rule:
+        rule = rule_of(setting)
+
+        def checked(value: Value, keys: VerlKeys) -> Counterpart:
+            reason = idle(keys)
+            return nothing(reason) if reason else rule(value, keys)
+
+        return checked
+
+    return outer

@@ -114,12 +114,8 @@ def settings_of(path: Path, script: ScriptRun) -> HydraSettings:
         ConfigError: No such command was recorded.
     """
     following = [after_program(command) for command in script.commands]
-    of_verl = [words for words in following if words is not None]
-    others = [
-        _shown(command)
-        for command, words in zip(script.commands, following, strict=True)
-        if words is None
-    ]
+    of_verl = [overrides for overrides in following if overrides is not None]
+    others = [_shown(command) for command in script.commands if after_program(command) is None]
     end = f"it ended with exit code {script.code} and printed last: {script.printed}"
     if not of_verl:
         raise ConfigError(

@@ -14,17 +14,18 @@ from slipstream.algos.choice import (
     TeacherOptions,
 )
 from slipstream.algos.config import PARTS
-from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import overrides_of
-from slipstream.deploy.interop.verl.rows import Row, fits
-from slipstream.deploy.interop.verl.table import GROUPS, OF_VALUES, ROWS
-from slipstream.deploy.interop.verl.translate import row_of, translate
+from slipstream.deploy.interop.verl.rows import KeyRow, fits
+from slipstream.deploy.interop.verl.table import REMARKS_ON_VALUES, ROWS, TOPICS, row_of
+from slipstream.deploy.interop.verl.topics.algorithm import ADVANTAGES
+from slipstream.deploy.interop.verl.topics.loss import ESTIMATORS, SURROGATES
+from slipstream.deploy.interop.verl.translate import translate
 from tests.support.verl_keys import COMMON, DAPO, GRPO, MEGATRON, PPO, configuration, words
 
 FREE = ("reward.options", "learner.megatron", "generators.sglang", "sampling.chat_template_kwargs")
 TABLES = {"kl": KlOptions, "critic": CriticOptions, "data": DataOptions, "reduce": ReduceOptions}
 TABLES |= {"teacher": TeacherOptions}
-OF_GROUPS = [row for group in GROUPS for row in group.rows]
+OF_TOPICS = [row for topic in TOPICS for row in topic.rows]
 
 
 def known_settings() -> set[str]:
@@ -43,8 +44,8 @@ def known_settings() -> set[str]:
 KNOWN = known_settings()
 
 
-@pytest.mark.parametrize("row", OF_GROUPS, ids=lambda row: row.verl[0])
-def test_every_setting_of_a_row_exists(row: Row):
+@pytest.mark.parametrize("row", OF_TOPICS, ids=lambda row: row.verl[0])
+def test_every_setting_of_a_row_exists(row: KeyRow):
     for name in row.ours:
         if name.startswith(FREE):
             assert name.rpartition(".")[0] in FREE or name.count(".") == 2
@@ -55,17 +56,17 @@ def test_every_setting_of_a_row_exists(row: Row):
             assert name.replace("*", "NAME") in KNOWN, name
 
 
-@pytest.mark.parametrize("row", OF_GROUPS, ids=lambda row: row.verl[0])
-def test_every_row_says_what_it_does(row: Row):
+@pytest.mark.parametrize("row", OF_TOPICS, ids=lambda row: row.verl[0])
+def test_every_row_says_what_it_does(row: KeyRow):
     assert row.rule is not None or row.remark, "without a counterpart there is a reason"
     assert row.rule is not None or not row.ours
     assert row.verl
 
 
 def test_every_key_is_in_one_row_and_is_found_there():
-    keys = [key for row in OF_GROUPS for key in row.verl]
+    keys = [key for row in OF_TOPICS for key in row.verl]
     assert [key for key, count in Counter(keys).items() if count > 1] == []
-    for row in OF_GROUPS:
+    for row in OF_TOPICS:
         for key in row.verl:
             if "*" not in key:
                 found = row_of(key)
@@ -86,8 +87,8 @@ def test_every_key_of_verls_examples_is_known_and_kept_to_its_row():
         given = overrides_of(words(COMMON, *groups))
         found = translate(given)
         assert [(one.key, one.remark) for one in found.failed] == []
-        assert {one.key for one in found.told} >= set(given.values)
-        for one in found.told:
+        assert {one.key for one in found.keys} >= set(given.values)
+        for one in found.keys:
             if one.key not in given.values or (one.value is None and one.kind == "changed"):
                 continue
             row = row_of(one.key)
@@ -102,7 +103,7 @@ def test_every_key_of_verls_whole_configuration_is_known():
 
 
 def test_remarks_on_values_are_of_values_there_are():
-    assert set(OF_VALUES) <= {*rules.ADVANTAGES, *rules.SURROGATES, *rules.ESTIMATORS}
+    assert set(REMARKS_ON_VALUES) <= {*ADVANTAGES, *SURROGATES, *ESTIMATORS}
 
 
 def test_defaults_are_of_rows_with_a_rule():
@@ -111,9 +112,9 @@ def test_defaults_are_of_rows_with_a_rule():
     assert all(row.rule is not None for row in with_default)
 
 
-def test_told_is_plain_data_for_programs():
+def test_the_report_is_plain_data_for_programs():
     found = translate(overrides_of(["data.shuffle=False", "a.b=1"]))
-    assert msgspec.json.decode(msgspec.json.encode(found.told))[0] == {
+    assert msgspec.json.decode(msgspec.json.encode(found.keys))[0] == {
         "key": "data.shuffle",
         "kind": "kept",
         "value": False,

@@ -11,8 +11,9 @@ from slipstream.algos.config import choice_of
 from slipstream.algos.section import AlgoSection
 from slipstream.deploy.config import run_config
 from slipstream.deploy.interop.verl.hydra import overrides_of
-from slipstream.deploy.interop.verl.rules import source_names
-from slipstream.deploy.interop.verl.translate import Told, Translation, translate
+from slipstream.deploy.interop.verl.rows import TranslatedKey
+from slipstream.deploy.interop.verl.topics.data import source_names
+from slipstream.deploy.interop.verl.translate import Translation, translate
 from slipstream.wire.settings.load import load_table, section
 from tests.support.blank_model import write_blank_model
 from tests.support.verl_keys import COMMON, DAPO, GRPO, MEGATRON, PPO, words
@@ -36,9 +37,9 @@ def setting(found: Translation, name: str) -> object:
     return value
 
 
-def told(found: Translation, key: str) -> Told:
+def told(found: Translation, key: str) -> TranslatedKey:
     """Return what is said of a key that was given, or of a default."""
-    return next(one for one in found.told if one.key == key)
+    return next(one for one in found.keys if one.key == key)
 
 
 # ---- kinds ---------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_a_key_is_kept_renamed_changed_dropped_or_unknown():
         "trainer.balance_batch=True",
         "data.shufle=True",
     )
-    kinds = {one.key: one.kind for one in found.told if not one.is_default}
+    kinds = {one.key: one.kind for one in found.keys if not one.is_default}
     assert kinds["data.shuffle"] == "kept"
     assert kinds["data.max_prompt_length"] == "renamed"
     assert kinds["data.filter_overlong_prompts"] == "changed"
@@ -65,11 +66,11 @@ def test_a_key_is_kept_renamed_changed_dropped_or_unknown():
 def test_every_key_is_told_once_and_nothing_else_is_without_a_reason():
     given = overrides_of(words(COMMON, GRPO, MEGATRON))
     found = translate(given)
-    own = [one.key for one in found.told if not one.is_default and one.value is not None]
+    own = [one.key for one in found.keys if not one.is_default and one.value is not None]
     assert sorted(own) == sorted(key for key, value in given.values.items() if value is not None)
-    assert all(one.remark or one.settings for one in found.told)
-    assert all(one.remark for one in found.told if one.kind in {"dropped", "unknown"})
-    assert all(one.remark or one.settings for one in found.told if one.kind == "changed")
+    assert all(one.remark or one.settings for one in found.keys)
+    assert all(one.remark for one in found.keys if one.kind in {"dropped", "unknown"})
+    assert all(one.remark or one.settings for one in found.keys if one.kind == "changed")
 
 
 def test_a_null_is_not_set_and_a_deleted_key_is_told():
@@ -81,7 +82,7 @@ def test_a_null_is_not_set_and_a_deleted_key_is_told():
 
 def test_verls_defaults_are_written_where_ours_differ_and_the_key_is_not_given():
     found = translated()
-    written = {one.key: one.settings for one in found.told if one.is_default}
+    written = {one.key: one.settings for one in found.keys if one.is_default}
     assert written[f"{ACTOR}.clip_ratio_c"] == {"algo.surrogate.clip_dual": 3.0}
     assert written[f"{ACTOR}.optim.weight_decay"] == {"learner.weight_decay": 0.01}
     assert written["data.train_batch_size"] == {"run.groups_per_step": 1024}
@@ -90,7 +91,7 @@ def test_verls_defaults_are_written_where_ours_differ_and_the_key_is_not_given()
     assert setting(found, "broker.drop_zero_variance") is False
     found = translated(f"{ACTOR}.clip_ratio_c=10.0", f"{ROLLOUT}.n=4")
     assert setting(found, "algo.surrogate.clip_dual") == 10.0
-    assert not [one for one in found.told if one.is_default and one.key.endswith(".n")]
+    assert not [one for one in found.keys if one.is_default and one.key.endswith(".n")]
 
 
 def test_defaults_of_gae_are_of_gae_alone():

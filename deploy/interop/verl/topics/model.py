@@ -1,0 +1,145 @@
+"""The policy's model and its low-rank adapters."""
+
+from slipstream.deploy.interop.verl.hydra import Value
+from slipstream.deploy.interop.verl.keys import ACTOR, MODEL, VerlKeys, below
+from slipstream.deploy.interop.verl.rows import (
+    OFF,
+    Counterpart,
+    Topic,
+    as_it_is,
+    expected,
+    nothing,
+    number,
+    path,
+    unless,
+)
+
+TOPIC = Topic("Model and adapters")
+_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+TOPIC.setting(
+    f"{MODEL}.path",
+    "run.model",
+    path,
+    "a local folder, the URL of one, or a name of the hub",
+    kind="renamed",
+)
+
+
+@TOPIC.rule(
+    f"{MODEL}.enable_gradient_checkpointing",
+    "learner.recompute",
+    'True, verl\'s default, is `"full"` for FSDP; with Megatron `recompute_granularity` decides',
+    default=True,
+)
+def _recompute(value: Value, keys: VerlKeys) -> Counterpart:
+    if _is_megatron(keys):
+        return nothing("with Megatron override_transformer_config.recompute_granularity decides")
+    return Counterpart({"learner.recompute": "full"}) if value is True else nothing(OFF)
+
+
+def _is_megatron(keys: VerlKeys) -> bool:
+    names = [keys.get(key) for key in ("model_engine", f"{ACTOR}.strategy", "--config-name")]
+    return any(key.startswith(f"{ACTOR}.megatron.") for key in keys.values) or any(
+        "megatron" in str(name) for name in names
+    )
+
+
+# ---- adapters ------------------------------------------------------------------
+
+
+def _without_adapters(keys: VerlKeys) -> str:
+    return "" if keys.adapters else "no adapters are trained (lora_rank is 0)"
+
+
+@TOPIC.rule(
+    f"{MODEL}.lora_rank {MODEL}.lora.rank", "lora.rank", "0 is without adapters", kind="kept"
+)
+def _rank(value: Value, keys: VerlKeys) -> Counterpart:
+    if reason := _without_adapters(keys):
+        return nothing(reason)
+    return Counterpart({"lora.rank": value}) if value else nothing("the other rank is given")
+
+
+def _without_older_rank(keys: VerlKeys) -> str:
+    older = keys.integer(f"{MODEL}.lora_rank")
+    return _without_adapters(keys) or ("" if older else "lora.alpha is that of lora.rank")
+
+
+TOPIC.setting(
+    f"{MODEL}.lora_alpha",
+    "lora.alpha",
+    unless(_without_older_rank, number),
+    "32 by default; verl has 16",
+    default=16,
+)
+TOPIC.setting(f"{MODEL}.lora.alpha", "lora.alpha", unless(_without_adapters, number))
+
+
+@TOPIC.rule(
+    f"{MODEL}.target_modules {MODEL}.lora.target_modules",
+    "lora.targets",
+    "Hugging Face's names of layers",
+)
+def _targets(value: Value, keys: VerlKeys) -> Counterpart:
+    if not keys.adapters or value == "all-linear":
+        return nothing("all linear layers, as by default")
+    if not isinstance(value, list):
+        return expected("all-linear or a list of layers", value)
+    layers = [layer for name in value for layer in _LAYERS.get(str(name), (str(name),))]
+    return Counterpart({"lora.targets": layers})
+
+
+TOPIC.setting(
+    f"{MODEL}.lora_adapter_path {MODEL}.lora.adapter_path",
+    "lora.adapter",
+    unless(_without_adapters, as_it_is),
+)
+
+
+@TOPIC.rule(f"{MODEL}.lora.merge", "lora.publish", '`"merged"`, `"named"`')
+def _merge(value: Value, keys: VerlKeys) -> Counterpart:
+    if reason := _without_adapters(keys):
+        return nothing(reason)
+    return Counterpart({"lora.publish": "merged" if value is True else "named"})
+
+
+# ---- the rest ------------------------------------------------------------------
+
+TOPIC.left_to_write(
+    f"{MODEL}.custom_chat_template",
+    "sampling.chat_template",
+    "a file, not its text",
+    "a file, not its text",
+    "sampling.chat_template: write the template into a file and name it",
+)
+TOPIC.dropped(
+    f"{MODEL}.trust_remote_code critic.model.trust_remote_code "
+    "reward_model.model.trust_remote_code",
+    "code of a model is never run: families are known by name ([models.md](models.md))",
+)
+TOPIC.dropped(
+    f"{MODEL}.mtp.**",
+    "layers that predict further tokens are left out, in training and in sampling",
+)
+TOPIC.dropped(
+    f"{MODEL}.use_remove_padding {ACTOR}.use_remove_padding", "always on: sequences are packed"
+)
+TOPIC.dropped(
+    below(MODEL, "override_config.** override_config"),
+    "a model is what its config.json says: change that file",
+)
+TOPIC.dropped(
+    below(
+        MODEL,
+        "use_shm external_lib hf_config_path tokenizer_path use_liger use_fused_kernels "
+        "fused_kernel_options.** tiled_mlp.** enable_activation_offload exclude_modules "
+        "use_prefix_tree prefix_tree_attention lora.*",
+    ),
+    "the learner's model is Megatron-Core's, with kernels of its own",
+)
