@@ -151,7 +151,7 @@ def _layout(settings: Settings, keys: VerlKeys) -> Iterator[TranslatedKey]:
     )
     dense, experts = tensor * pipeline * context, experts * expert_tensor
     model = math.lcm(dense, experts * pipeline) if experts > 1 else dense
-    per_host = keys.integer("trainer.n_gpus_per_node", default=8)
+    per_host = max(1, keys.integer("trainer.n_gpus_per_node", default=8))
     gpus = per_host * max(1, keys.integer("trainer.nnodes", default=1))
     engine = _integer(settings, "generators.sglang.tp_size")
     groups, size = (_integer(settings, f"run.{name}") for name in ("groups_per_step", "group_size"))

@@ -1,5 +1,6 @@
 """verl's keys: the places that they begin with, and what several of them say together. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,9 @@ class VerlKeys:
     def number(self, *names: str, default: float = 0) -> float:
         """Return the number of the first of these keys that was given."""
         value = self.get(*names)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return default
+        return value if math.isfinite(value) else default
 
     def integer(self, *names: str, default: int = 0) -> int:
         """Return the same as an integer."""

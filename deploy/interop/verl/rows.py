@@ -1,6 +1,6 @@
-"""Rows of the table, and the rules that turn values of verl into settings. Pure."""
+"""Rows of the table, and the counterparts that their rules return. Pure."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -67,19 +67,26 @@ def fits(pattern: str, key: str) -> bool:
         if len(names) <= len(parts):
             return False
         del names[len(parts) :]
-    return len(parts) == len(names) and all(map(_fits_name, parts, names))
+    return len(parts) == len(names) and all(
+        part in {"*", name} for part, name in zip(parts, names, strict=True)
+    )
 
 
-def _fits_name(part: str, name: str) -> bool:
-    return part in {"*", name}
-
-
+@dataclass(frozen=True, slots=True)
 class Topic:
     """Rows under one heading of the page, in their order. Keys and settings have spaces between."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.rows: list[KeyRow] = []
+    title: str
+    rows: list[KeyRow] = field(default_factory=list)
+    places: tuple[str, ...] = ("",)  # beginnings of the keys
+
+    def below(self, *places: str) -> "Topic":
+        """Return the same for rows of keys below each of some places."""
+        below = (f"{above}{place}." for above in self.places for place in places)
+        return replace(self, places=tuple(below))
+
+    def _keys(self, names: str) -> tuple[str, ...]:
+        return tuple(f"{place}{name}" for place in self.places for name in names.split())
 
     def rule(
         self,
@@ -91,7 +98,7 @@ class Topic:
         default: Value = NOT_SET,
     ) -> Callable[[Rule], Rule]:
         """Add a row whose rule is the decorated function."""
-        keys, settings = tuple(verl.split()), tuple(ours.split())
+        keys, settings = self._keys(verl), tuple(ours.split())
         last = {name.rpartition(".")[2] for name in settings}
         usual: Kind = "kept" if last == {keys[0].rpartition(".")[2]} else "renamed"
 
@@ -116,7 +123,7 @@ class Topic:
 
     def dropped(self, verl: str, remark: str) -> None:
         """Add a row of keys without a counterpart."""
-        self.rows.append(KeyRow(tuple(verl.split()), (), remark, None, "dropped", NOT_SET))
+        self.rows.append(KeyRow(self._keys(verl), (), remark, None, "dropped", NOT_SET))
 
     def written_with(self, key: str, verl: str, ours: str, remark: str = "") -> None:
         """Add a row of keys that another key has written already, if it counts."""
@@ -124,15 +131,17 @@ class Topic:
         shown = remark or f"written with `{key.rpartition('.')[2]}`"
         self.rule(verl, ours, shown, kind="renamed")(lambda _value, _keys: nothing(note))
 
-    def left_to_write(self, verl: str, ours: str, remark: str, note: str, todo: str) -> None:
-        """Add a row of code of one's own that has another form here."""
+    def left_to_write(
+        self, verl: str, ours: str, remark: str, note: str, todo: str, *, off: str = "not set"
+    ) -> None:
+        """Add a row of what the reader writes anew, if it is not ``off``."""
+        counterpart = Counterpart({}, "changed", note, todo)
+        self.rule(verl, ours, remark, kind="changed")(
+            lambda value, _: counterpart if value else nothing(off)
+        )
 
-        @self.rule(verl, ours, remark, kind="changed")
-        def _(value: Value, _: VerlKeys) -> Counterpart:
-            return Counterpart({}, "changed", note, todo) if value else nothing("not set")
 
-
-# ---- rules ---------------------------------------------------------------------
+# ---- counterparts --------------------------------------------------------------
 
 
 def refused(reason: str) -> Counterpart:
@@ -153,105 +162,3 @@ def unlike(value: Value, choices: Iterable[str]) -> Counterpart:
 def nothing(reason: str) -> Counterpart:
     """Return that this value needs no counterpart."""
     return Counterpart(kind="dropped", note=reason)
-
-
-def integer(setting: str, *, least: int = 1) -> Rule:
-    """Return the rule of a whole number; below ``least`` it is not written."""
-
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            return expected("a whole number", value)
-        if value < least:
-            return nothing(f"{int(value)} is what Slipstream does without the setting")
-        return Counterpart({setting: int(value)})
-
-    return rule
-
-
-def number(setting: str) -> Rule:
-    """Return the rule of a number."""
-
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return expected("a number", value)
-        return Counterpart({setting: float(value)})
-
-    return rule
-
-
-def switch(setting: str) -> Rule:
-    """Return the rule of a true or false."""
-
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        if not isinstance(value, bool):
-            return expected("True or False", value)
-        return Counterpart({setting: value})
-
-    return rule
-
-
-def as_it_is(setting: str) -> Rule:
-    """Return the rule of any value."""
-    return lambda value, _: Counterpart({setting: value})
-
-
-def text(setting: str) -> Rule:
-    """Return the rule of a text."""
-    return lambda value, _: Counterpart({setting: str(value)})
-
-
-def path(setting: str) -> Rule:
-    """Return the rule of a file or folder."""
-    return lambda value, keys: Counterpart({setting: keys.path(value)})
-
-
-def choice(names: Mapping[str, object]) -> RuleOf:
-    """Return the rules of a value that has another name here."""
-
-    def rule_of(setting: str) -> Rule:
-        def rule(value: Value, _: VerlKeys) -> Counterpart:
-            name = str(value)
-            return Counterpart({setting: names[name]}) if name in names else unlike(value, names)
-
-        return rule
-
-    return rule_of
-
-
-def number_type(setting: str) -> Rule:
-    """Return the rule of a type of weights."""
-
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        if str(value) in {"bfloat16", "bf16", "auto"}:
-            return Counterpart({setting: "bfloat16"})
-        if str(value) in {"float32", "fp32"}:
-            return Counterpart({setting: "float32"})
-        note = f"there is no {value}: bfloat16 or float32"
-        return Counterpart({setting: "bfloat16"}, "changed", note)
-
-    return rule
-
-
-def just(only: Value, reason: str) -> Rule:
-    """Return the rule of a key that has one value here, and needs no setting."""
-    return lambda value, _: nothing(reason) if value == only else refused(f"{value!r}: {reason}")
-
-
-def below_table(table: str) -> Rule:
-    """Return the rule of keys that keep their last name in a table of ours."""
-    return lambda value, keys: Counterpart({f"{table}.{keys.key.rpartition('.')[2]}": value})
-
-
-def unless(idle: Callable[[VerlKeys], str], rule_of: RuleOf) -> RuleOf:
-    """Return rules of a key that counts for nothing wherever ``idle`` gives a reason."""
-
-    def outer(setting: str) -> Rule:
-        rule = rule_of(setting)
-
-        def checked(value: Value, keys: VerlKeys) -> Counterpart:
-            reason = idle(keys)
-            return nothing(reason) if reason else rule(value, keys)
-
-        return checked
-
-    return outer

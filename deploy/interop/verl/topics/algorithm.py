@@ -3,6 +3,7 @@
 import math
 import re
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import ROLLOUT, VerlKeys, below
 from slipstream.deploy.interop.verl.rows import (
@@ -10,13 +11,8 @@ from slipstream.deploy.interop.verl.rows import (
     Counterpart,
     Settings,
     Topic,
-    as_it_is,
-    choice,
-    just,
     nothing,
-    number,
     refused,
-    unless,
     unlike,
 )
 from slipstream.deploy.interop.verl.topics.critic import without_critic
@@ -30,6 +26,7 @@ from slipstream.deploy.interop.verl.topics.loss import (
 
 TOPIC = Topic("Algorithm")
 _ROLLOUT_CORRECTION = "algorithm.rollout_correction"
+_algorithm, _correction = TOPIC.below("algorithm"), TOPIC.below(_ROLLOUT_CORRECTION)
 _SAMPLING, _REJECTION = (f"algo.correction.{part}" for part in ("importance-sampling", "rejection"))
 _PARTS = {
     "gae": "gae",
@@ -53,8 +50,8 @@ ADVANTAGES: dict[str, Settings] = {
 # ---- advantage -----------------------------------------------------------------
 
 
-@TOPIC.rule(
-    "algorithm.adv_estimator",
+@_algorithm.rule(
+    "adv_estimator",
     "algo.advantage.name algo.whiten",
     "[names below](#names-of-algorithms), as parts: the preset of a paper's name brings its KL "
     "and reduction along",
@@ -80,16 +77,16 @@ def _undiscounted(keys: VerlKeys) -> str:
     return "" if keys.estimator in _DISCOUNTED else f"{keys.estimator} discounts nothing"
 
 
-TOPIC.setting(
-    "algorithm.norm_adv_by_std_in_grpo",
+_algorithm.setting(
+    "norm_adv_by_std_in_grpo",
     "algo.advantage.divide_by_std",
-    unless(_not_of_grpo, as_it_is),
+    rules.unless(_not_of_grpo, rules.as_it_is),
 )
-TOPIC.setting("algorithm.gamma", "algo.advantage.discount", unless(_undiscounted, number))
-TOPIC.setting(
-    "algorithm.lam",
+_algorithm.setting("gamma", "algo.advantage.discount", rules.unless(_undiscounted, rules.number))
+_algorithm.setting(
+    "lam",
     "algo.advantage.decay",
-    unless(without_critic, number),
+    rules.unless(without_critic, rules.number),
     "of gae; 0.95 by default, verl has 1",
     default=1.0,
 )
@@ -103,22 +100,22 @@ TOPIC.rule(
     "True is a KL in the reward",
     kind="renamed",
 )(kl("reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"))
-TOPIC.setting(
-    "algorithm.kl_ctrl.kl_coef",
+_algorithm.setting(
+    "kl_ctrl.kl_coef",
     "algo.kl.coefficient",
-    unless(without(_USE_KL), kl_coefficient),
+    rules.unless(without(_USE_KL), kl_coefficient),
     "with `use_kl_in_reward=True`; 0.001 unless given, as in verl",
 )
-TOPIC.setting(
-    "algorithm.kl_penalty",
+_algorithm.setting(
+    "kl_penalty",
     "algo.kl.name",
-    unless(without(_USE_KL), choice(ESTIMATORS)),
+    rules.unless(without(_USE_KL), rules.choice(ESTIMATORS)),
     "with `use_kl_in_reward=True`",
 )
 
 
-@TOPIC.rule(
-    "algorithm.kl_ctrl.type",
+@_algorithm.rule(
+    "kl_ctrl.type",
     "",
     "the coefficient is constant: there is no controller that adapts it",
     kind="dropped",
@@ -129,13 +126,13 @@ def _controller(value: Value, keys: VerlKeys) -> Counterpart:
     return nothing("the coefficient is constant")
 
 
-TOPIC.dropped(below("algorithm.kl_ctrl", "horizon target_kl"), "of the adaptive controller")
+_algorithm.dropped("kl_ctrl.horizon kl_ctrl.target_kl", "of the adaptive controller")
 
 # ---- filters -------------------------------------------------------------------
 
 
-@TOPIC.rule(
-    "algorithm.filter_groups.enable",
+@_algorithm.rule(
+    "filter_groups.enable",
     "broker.drop_zero_variance",
     "on by default, verl has it off; another prompt is issued",
     default=False,
@@ -146,27 +143,27 @@ def _filter_groups(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"broker.drop_zero_variance": value})
 
 
-TOPIC.dropped(
-    "algorithm.filter_groups.metric",
+_algorithm.dropped(
+    "filter_groups.metric",
     "groups are compared by the reward before it is shaped; `broker.zero_variance_of` names a "
     "part of it instead",
 )
-TOPIC.dropped("algorithm.filter_groups.*", "prompts are issued until a step is full")
+_algorithm.dropped("filter_groups.*", "prompts are issued until a step is full")
 
 # ---- corrections ---------------------------------------------------------------
 
 
-@TOPIC.rule(
+def _bypassed(keys: VerlKeys) -> str:
+    is_bypassed = keys.has_true(f"{_ROLLOUT_CORRECTION}.bypass_mode")
+    return "in bypass mode the ratio itself corrects" if is_bypassed else ""
+
+
+TOPIC.setting(
     f"{_ROLLOUT_CORRECTION}.rollout_is algorithm.rollout_is",
     f"{_SAMPLING}.level",
+    rules.unless(_bypassed, rules.choice(("token", "sequence"))),
     "`token`, `sequence`",
 )
-def _importance(value: Value, keys: VerlKeys) -> Counterpart:
-    if keys.has_true(f"{_ROLLOUT_CORRECTION}.bypass_mode"):
-        return nothing("in bypass mode the ratio itself corrects")
-    if value not in {"token", "sequence"}:
-        return refused(f"{value!r} is none of token, sequence")
-    return Counterpart({f"{_SAMPLING}.level": value})
 
 
 @TOPIC.rule(
@@ -176,7 +173,7 @@ def _importance(value: Value, keys: VerlKeys) -> Counterpart:
 )
 def _importance_bounds(value: Value, keys: VerlKeys) -> Counterpart:
     level = keys.get(f"{_ROLLOUT_CORRECTION}.rollout_is", "algorithm.rollout_is")
-    if not level or keys.has_true(f"{_ROLLOUT_CORRECTION}.bypass_mode"):
+    if not level or _bypassed(keys):
         return nothing("it counts with rollout_is alone")
     bounds = _bounds(value)
     if bounds is None:
@@ -192,20 +189,20 @@ def _bounds(value: Value) -> tuple[float | None, float] | None:
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:
         return None
-    if len(numbers) > 2 or min(numbers) <= 0:
+    if len(numbers) > 2 or not all(0 < number < math.inf for number in numbers):
         return None
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
 
-@TOPIC.rule(f"{_ROLLOUT_CORRECTION}.rollout_is_batch_normalize", f"{_SAMPLING}.normalize")
+@_correction.rule("rollout_is_batch_normalize", f"{_SAMPLING}.normalize")
 def _normalized(value: Value, keys: VerlKeys) -> Counterpart:
     if value is not True or not keys.get(f"{_ROLLOUT_CORRECTION}.rollout_is"):
         return nothing(OFF)
     return Counterpart({f"{_SAMPLING}.normalize": True})
 
 
-@TOPIC.rule(
-    f"{_ROLLOUT_CORRECTION}.rollout_rs",
+@_correction.rule(
+    "rollout_rs",
     below(_REJECTION, "measure level low high") + " algo.reduce.denominator",
     "[algorithms.md](algorithms.md#rejection) has verl's names; with "
     '`algo.reduce.denominator = "kept"`, as verl divides by what is kept',
@@ -219,7 +216,7 @@ def _rejection(value: Value, keys: VerlKeys) -> Counterpart:
         return refused(f"rollout_rs_threshold: expected a number or LOW_HIGH, got {threshold!r}")
     low, high = bounds
     lower = keys.get(f"{place}.rollout_rs_threshold_lower")
-    low = float(lower) if isinstance(lower, int | float) and lower > 0 else low
+    low = float(lower) if isinstance(lower, int | float) and 0 < lower < math.inf else low
     options = _rejection_options(str(value), low if low is not None else 1 / high, high)
     if options is None:
         return refused(f"{value!r} has no counterpart, such as token_k1 or seq_mean_k3")
@@ -256,20 +253,18 @@ def _rejection_options(name: str, low: float, high: float) -> Settings | None:
     return {"measure": measure, "level": _LEVELS[level], **bounds}
 
 
-TOPIC.written_with(
-    "rollout_rs",
-    below(_ROLLOUT_CORRECTION, "rollout_rs_threshold rollout_rs_threshold_lower"),
-    below(_REJECTION, "low high"),
+_correction.written_with(
+    "rollout_rs", "rollout_rs_threshold rollout_rs_threshold_lower", below(_REJECTION, "low high")
 )
 TOPIC.setting(
     f"{_ROLLOUT_CORRECTION}.rollout_token_veto_threshold algorithm.rollout_is_veto_threshold",
     "algo.correction.veto.threshold",
-    number,
+    rules.number,
 )
 
 
-@TOPIC.rule(
-    below(_ROLLOUT_CORRECTION, "bypass_mode bypass_old_logprob_for_rollout"),
+@_correction.rule(
+    "bypass_mode bypass_old_logprob_for_rollout",
     "algo.anchor",
     '`"behavior"` with True; verl\'s default, False, is `"proximal"`. The default '
     'here is `"behavior"`',
@@ -288,17 +283,17 @@ def _anchor(value: Value, keys: VerlKeys) -> Counterpart:
     )
 
 
-TOPIC.rule(f"{_ROLLOUT_CORRECTION}.loss_type", "", "`ppo_clip` alone", kind="dropped")(
-    just("ppo_clip", "of the bypass losses there is ppo_clip")
+_correction.rule("loss_type", "", "`ppo_clip` alone", kind="dropped")(
+    rules.just("ppo_clip", "of the bypass losses there is ppo_clip")
 )
-TOPIC.dropped(f"{_ROLLOUT_CORRECTION}.**", "of older releases; `algo.correction` has what is here")
+_correction.dropped("**", "of older releases; `algo.correction` has what is here")
 
 # ---- the rest ------------------------------------------------------------------
 
 _RESAMPLE = below("algo.data", "resample resample_power")
 
 
-@TOPIC.rule("algorithm.use_pf_ppo", _RESAMPLE, kind="renamed")
+@_algorithm.rule("use_pf_ppo", _RESAMPLE, kind="renamed")
 def _resampled(value: Value, keys: VerlKeys) -> Counterpart:
     if value is not True:
         return nothing(OFF)
@@ -314,7 +309,7 @@ def _resampled(value: Value, keys: VerlKeys) -> Counterpart:
 
 
 TOPIC.written_with("use_pf_ppo", "algorithm.pf_ppo.*", _RESAMPLE)
-TOPIC.dropped("algorithm.filter_sample.**", "GFPO chooses among siblings; there is no such rule")
+_algorithm.dropped("filter_sample.**", "GFPO chooses among siblings; there is no such rule")
 TOPIC.left_to_write(
     "distillation.enabled",
     "algo.teacher.model",

@@ -1,10 +1,11 @@
 """The critic."""
 
-from slipstream.deploy.interop.verl.hydra import Value
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.keys import VerlKeys
-from slipstream.deploy.interop.verl.rows import Counterpart, Rule, Topic, nothing, number, unless
+from slipstream.deploy.interop.verl.rows import Topic
 
 TOPIC = Topic("Critic")
+_critic = TOPIC.below("critic")
 
 
 def without_critic(keys: VerlKeys) -> str:
@@ -12,31 +13,24 @@ def without_critic(keys: VerlKeys) -> str:
     return "" if keys.estimator == "gae" else f"{keys.estimator} has no critic"
 
 
-def _steps(setting: str) -> Rule:
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        return Counterpart({setting: value}) if value else nothing("0, as by default")
-
-    return rule
-
-
-TOPIC.setting("critic.optim.lr", "algo.critic.lr", unless(without_critic, number))
-TOPIC.setting(
-    "critic.cliprange_value",
+_critic.setting("optim.lr", "algo.critic.lr", rules.unless(without_critic, rules.number))
+_critic.setting(
+    "cliprange_value",
     "algo.critic.clip",
-    unless(without_critic, number),
+    rules.unless(without_critic, rules.number),
     "0.2 by default; verl has 0.5",
     default=0.5,
 )
 TOPIC.setting(
     "trainer.critic_warmup",
     "algo.critic.warmup_steps",
-    unless(without_critic, _steps),
+    rules.unless(without_critic, rules.present("0, as by default")),
     "in learner steps",
 )
-TOPIC.dropped(
-    "critic.model.path", "the critic starts from the policy's weights, with a value head of zeros"
+_critic.dropped(
+    "model.path", "the critic starts from the policy's weights, with a value head of zeros"
 )
-TOPIC.dropped("critic.enable", "`gae` has a critic, the others have none")
+_critic.dropped("enable", "`gae` has a critic, the others have none")
 TOPIC.dropped(
     "critic.** critic",
     "the critic is trained with the policy's schedule, batches and layout, on the same GPUs",

@@ -4,23 +4,13 @@ import re
 from functools import partial
 from pathlib import PurePosixPath
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import VerlKeys, below
-from slipstream.deploy.interop.verl.rows import (
-    Counterpart,
-    Rule,
-    Settings,
-    Topic,
-    below_table,
-    integer,
-    just,
-    nothing,
-    refused,
-    switch,
-    text,
-)
+from slipstream.deploy.interop.verl.keys import VerlKeys
+from slipstream.deploy.interop.verl.rows import Counterpart, Rule, Settings, Topic, nothing, refused
 
 TOPIC = Topic("Data")
+_data = TOPIC.below("data")
 
 
 def _files(file: str, sources: str, limit: str) -> Rule:
@@ -61,19 +51,19 @@ def source_names(files: list[str]) -> list[str]:
     return names
 
 
-TOPIC.rule(
-    "data.train_files",
+_data.rule(
+    "train_files",
     "data.file data.sources.*.file data.sources.*.max_rows",
     "parquet or JSONL; several as sources, with weights if you want",
     kind="renamed",
 )(_files("data.file", "data.sources", "data.train_max_samples"))
-TOPIC.rule("data.val_files", "eval.file eval.sets.*.file eval.sets.*.max_rows", kind="renamed")(
+_data.rule("val_files", "eval.file eval.sets.*.file eval.sets.*.max_rows", kind="renamed")(
     _files("eval.file", "eval.sets", "data.val_max_samples")
 )
 
 
-@TOPIC.rule(
-    "data.train_max_samples data.val_max_samples",
+@_data.rule(
+    "train_max_samples val_max_samples",
     "data.sources.*.max_rows eval.sets.*.max_rows",
     "written with the files; the first rows, where verl may draw them",
 )
@@ -83,23 +73,22 @@ def _most_rows(value: Value, _: VerlKeys) -> Counterpart:
     return nothing("all rows, as by default")
 
 
-TOPIC.setting(
-    "data.train_batch_size",
+_data.setting(
+    "train_batch_size",
     "run.groups_per_step",
-    integer,
+    rules.integer,
     "prompts per learner step",
     default=1024,
 )
-TOPIC.dropped(
-    "data.gen_batch_size data.val_batch_size",
-    "prompts are issued as they are needed, not in batches",
+_data.dropped(
+    "gen_batch_size val_batch_size", "prompts are issued as they are needed, not in batches"
 )
-TOPIC.setting("data.max_prompt_length", "sampling.max_prompt_tokens", integer)
-TOPIC.setting("data.max_response_length", "sampling.max_response_tokens", integer)
+_data.setting("max_prompt_length", "sampling.max_prompt_tokens", rules.integer)
+_data.setting("max_response_length", "sampling.max_response_tokens", rules.integer)
 
 
-@TOPIC.rule(
-    "data.filter_overlong_prompts",
+@_data.rule(
+    "filter_overlong_prompts",
     "sampling.overlong_prompts",
     "True is `drop`; a prompt is measured when it is asked, not before the run. One "
     "setting for this key and the next: where this is True, the next decides nothing",
@@ -111,8 +100,8 @@ def _filter_overlong(value: Value, _: VerlKeys) -> Counterpart:
     return Counterpart({"sampling.overlong_prompts": "drop"}, "changed", note)
 
 
-@TOPIC.rule(
-    "data.truncation",
+@_data.rule(
+    "truncation",
     "sampling.overlong_prompts",
     "`error` the same, `left` is `truncate`, which keeps the last tokens; `right` and "
     "`middle` have no counterpart and become `truncate`",
@@ -128,47 +117,39 @@ def _truncation(value: Value, keys: VerlKeys) -> Counterpart:
     truncated: Settings = {"sampling.overlong_prompts": "truncate"}
     if value == "left":
         return Counterpart(truncated)
-    if value in {"right", "middle"}:
+    if value in ("right", "middle"):
         note = f"{value} keeps the first tokens, or both ends; truncate keeps the last ones"
         return Counterpart(truncated, "changed", note)
     return refused(f"{value!r} is none of error, left, right, middle")
 
 
-TOPIC.setting("data.prompt_key", "data.prompt_column", text)
-TOPIC.setting("data.shuffle", "data.shuffle", switch)
-TOPIC.setting(
-    "data.seed", "run.seed", partial(integer, least=-(2**31)), "of sampling and learner as well"
+_data.setting("prompt_key", "data.prompt_column", rules.text)
+_data.setting("shuffle", "data.shuffle", rules.switch)
+_data.setting(
+    "seed", "run.seed", partial(rules.integer, least=-(2**31)), "of sampling and learner as well"
 )
-TOPIC.rule("data.apply_chat_template_kwargs.*", "sampling.chat_template_kwargs.*")(
-    below_table("sampling.chat_template_kwargs")
+_data.rule("apply_chat_template_kwargs.*", "sampling.chat_template_kwargs.*")(
+    rules.below_table("sampling.chat_template_kwargs")
 )
-TOPIC.left_to_write(
-    below("data", "custom_cls.* sampler.* datagen.* cis.* continuous_token.*"),
+_data.left_to_write(
+    "custom_cls.* sampler.* datagen.* cis.* continuous_token.*",
     "",
     "prompts come from files or reasoning-gym: write what your class makes into a file",
     "a class of one's own makes no prompts here",
     "data.file: write what your class makes into a JSONL or parquet file",
 )
-TOPIC.rule("data.reward_fn_key", "", "the column is `data_source`", kind="dropped")(
-    just("data_source", "the column is data_source")
+_data.rule("reward_fn_key", "", "the column is `data_source`", kind="dropped")(
+    rules.just("data_source", "the column is data_source")
 )
-TOPIC.dropped(
-    below(
-        "data",
-        "image_key video_key audio_key image_patch_size return_multi_modal_inputs "
-        "mm_processor_kwargs mm_processor_kwargs.**",
-    ),
+_data.dropped(
+    "image_key video_key audio_key image_patch_size return_multi_modal_inputs "
+    "mm_processor_kwargs mm_processor_kwargs.**",
     "prompts are text",
 )
-TOPIC.dropped(
-    "data.tool_config_path data.function_tool_path", "tools are those of `environment.function`"
-)
-TOPIC.dropped(
-    below(
-        "data",
-        "trust_remote_code use_shm tokenizer return_raw_chat return_raw_input_ids "
-        "return_full_prompt dataloader_num_workers filter_overlong_prompts_workers "
-        "validation_shuffle apply_chat_template_kwargs custom_cls sampler",
-    ),
+_data.dropped("tool_config_path function_tool_path", "tools are those of `environment.function`")
+_data.dropped(
+    "trust_remote_code use_shm tokenizer return_raw_chat return_raw_input_ids "
+    "return_full_prompt dataloader_num_workers filter_overlong_prompts_workers "
+    "validation_shuffle apply_chat_template_kwargs custom_cls sampler",
     "the broker reads rows itself, and needs no such switch",
 )

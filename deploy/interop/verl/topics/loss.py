@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import ACTOR, REF, USES_KL, VerlKeys, below
 from slipstream.deploy.interop.verl.rows import (
@@ -10,18 +11,14 @@ from slipstream.deploy.interop.verl.rows import (
     Rule,
     Settings,
     Topic,
-    choice,
     expected,
-    integer,
     nothing,
-    number,
     refused,
-    switch,
-    unless,
     unlike,
 )
 
 TOPIC = Topic("Loss")
+_actor, _ref = TOPIC.below(ACTOR), TOPIC.below(REF)
 RATIO_FREE = frozenset({"gpg", "dro"})  # surrogates without a ratio
 _OF_SEQUENCES = frozenset({"gspo", "sapo", "geo_mean"})  # always with the mean over sequences
 _SEQUENCE_MEAN = "sequence-mean-token-mean"
@@ -69,8 +66,8 @@ _NAMES = "[names below](#names-of-algorithms)"
 # ---- surrogate -----------------------------------------------------------------
 
 
-@TOPIC.rule(
-    f"{ACTOR}.policy_loss.loss_mode",
+@_actor.rule(
+    "policy_loss.loss_mode",
     f"algo.surrogate.name algo.reduce.name {' '.join(_OPTIONS['clip_cov'])} "
     f"{' '.join(_OPTIONS['kl_cov'])} " + below("algo.kl", "coefficient name to"),
     _NAMES,
@@ -95,12 +92,9 @@ def surrogate(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart(settings)
 
 
-TOPIC.written_with(
+_actor.below("policy_loss").written_with(
     "loss_mode",
-    below(
-        f"{ACTOR}.policy_loss",
-        "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
-    ),
+    "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
     "algo.correction.clip-cov.* algo.correction.kl-cov.*",
 )
 
@@ -117,14 +111,14 @@ for _bound in ("low", "high"):
     TOPIC.setting(
         f"{ACTOR}.clip_ratio_{_bound}",
         f"algo.surrogate.clip_{_bound}",
-        unless(_unclipped, number),
+        rules.unless(_unclipped, rules.number),
         "verl has 0.2 for every surrogate; here `gspo`, `cispo` and others have their papers'",
         default=0.2,
     )
 
 
-@TOPIC.rule(
-    f"{ACTOR}.clip_ratio",
+@_actor.rule(
+    "clip_ratio",
     "algo.surrogate.clip_low algo.surrogate.clip_high",
     "where `clip_ratio_low` and `clip_ratio_high` are not given",
     kind="renamed",
@@ -133,16 +127,14 @@ def _clip_both(value: Value, keys: VerlKeys) -> Counterpart:
     settings: Settings = {}
     for bound in ("low", "high"):
         if f"{ACTOR}.clip_ratio_{bound}" not in keys:
-            rule = unless(_unclipped, number)(f"algo.surrogate.clip_{bound}")
+            rule = rules.unless(_unclipped, rules.number)(f"algo.surrogate.clip_{bound}")
             settings |= rule(value, keys).settings
     if settings:
         return Counterpart(settings)
     return nothing("clip_ratio_low and clip_ratio_high are given")
 
 
-@TOPIC.rule(
-    f"{ACTOR}.clip_ratio_c", "algo.surrogate.clip_dual", "off by default; verl has 3", default=3.0
-)
+@_actor.rule("clip_ratio_c", "algo.surrogate.clip_dual", "off by default; verl has 3", default=3.0)
 def _clip_dual(value: Value, keys: VerlKeys) -> Counterpart:
     if keys.loss_mode not in _CLIPPED:
         return nothing(f"{keys.loss_mode} has no such bound")
@@ -155,9 +147,9 @@ def _without_sapo(keys: VerlKeys) -> str:
     return "" if keys.loss_mode == "sapo" else "it counts with loss_mode=sapo alone"
 
 
-_of_sapo = unless(_without_sapo, number)
-TOPIC.setting(f"{ACTOR}.tau_pos", "algo.surrogate.tau_positive", _of_sapo)
-TOPIC.setting(f"{ACTOR}.tau_neg", "algo.surrogate.tau_negative", _of_sapo)
+_of_sapo = rules.unless(_without_sapo, rules.number)
+_actor.setting("tau_pos", "algo.surrogate.tau_positive", _of_sapo)
+_actor.setting("tau_neg", "algo.surrogate.tau_negative", _of_sapo)
 
 
 # ---- reduction -----------------------------------------------------------------
@@ -168,17 +160,15 @@ def _of_sequences(keys: VerlKeys) -> str:
     return f"{mode} takes {_SEQUENCE_MEAN}, whatever this says" if mode in _OF_SEQUENCES else ""
 
 
-TOPIC.setting(
-    f"{ACTOR}.loss_agg_mode",
+_actor.setting(
+    "loss_agg_mode",
     "algo.reduce.name",
-    unless(_of_sequences, choice(_REDUCE)),
+    rules.unless(_of_sequences, rules.choice(_REDUCE)),
     "the same names with `sequence-` for `seq-`; always over the global minibatch",
 )
 
 
-@TOPIC.rule(
-    f"{ACTOR}.use_token_level_loss", "algo.reduce.name", "the older name: True is `token-mean`"
-)
+@_actor.rule("use_token_level_loss", "algo.reduce.name", "the older name: True is `token-mean`")
 def _token_level(value: Value, keys: VerlKeys) -> Counterpart:
     if f"{ACTOR}.loss_agg_mode" in keys or keys.loss_mode in _OF_SEQUENCES:
         return nothing("loss_agg_mode or loss_mode decides")
@@ -192,13 +182,13 @@ def _without_length(keys: VerlKeys) -> str:
     return f"it counts with loss_agg_mode={mode} alone"
 
 
-TOPIC.setting(
-    f"{ACTOR}.loss_scale_factor",
+_actor.setting(
+    "loss_scale_factor",
     "algo.reduce.length",
-    unless(_without_length, number),
+    rules.unless(_without_length, rules.number),
     "for `sequence-mean-token-sum-norm`",
 )
-TOPIC.setting(f"{ACTOR}.entropy_coeff", "algo.entropy_bonus", number)
+_actor.setting("entropy_coeff", "algo.entropy_bonus", rules.number)
 
 # ---- KL ------------------------------------------------------------------------
 
@@ -240,11 +230,7 @@ def without(key: str) -> Callable[[VerlKeys], str]:
     return lambda keys: "" if keys.has_true(key) else f"it counts with {key}=True alone"
 
 
-def kl_coefficient(setting: str) -> Rule:
-    """Return the rule of a KL's coefficient."""
-    return lambda value, _: Counterpart({setting: value}) if value else nothing("0 is no KL")
-
-
+kl_coefficient = rules.present("0 is no KL")
 _USE_KL = f"{ACTOR}.use_kl_loss"
 TOPIC.rule(
     _USE_KL,
@@ -253,19 +239,19 @@ TOPIC.rule(
     "`low-var` as in verl unless given",
     kind="renamed",
 )(kl("loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "low_var_kl"))
-TOPIC.setting(
-    f"{ACTOR}.kl_loss_coef",
+_actor.setting(
+    "kl_loss_coef",
     "algo.kl.coefficient",
-    unless(without(_USE_KL), kl_coefficient),
+    rules.unless(without(_USE_KL), kl_coefficient),
     "with `use_kl_loss=True`",
 )
-TOPIC.setting(
-    f"{ACTOR}.kl_loss_type", "algo.kl.name", unless(without(_USE_KL), choice(ESTIMATORS)), _NAMES
+_actor.setting(
+    "kl_loss_type", "algo.kl.name", rules.unless(without(_USE_KL), rules.choice(ESTIMATORS)), _NAMES
 )
 
 
-@TOPIC.rule(
-    f"{ACTOR}.tis_imp_ratio_cap",
+@_actor.rule(
+    "tis_imp_ratio_cap",
     below("algo.correction.importance-sampling", "level high"),
     "the older name of `rollout_is=token`",
     kind="renamed",
@@ -277,38 +263,41 @@ def _ratio_cap(value: Value, _: VerlKeys) -> Counterpart:
     return Counterpart({f"{place}.level": "token", f"{place}.high": float(value)})
 
 
-@TOPIC.rule(
-    f"{REF}.ref_model_sync_steps",
+def _unrenewed(keys: VerlKeys) -> str:
+    if not keys.has_true(f"{REF}.sync_ref_model") or not keys.has_true(_USE_KL):
+        return "it counts with sync_ref_model=True and a KL"
+    return "with adapters the reference policy is the model without them" if keys.adapters else ""
+
+
+_ref.setting(
+    "ref_model_sync_steps",
     "algo.kl.renew_every",
+    rules.unless(_unrenewed, rules.integer),
     "a copy: weights are not mixed",
     kind="changed",
 )
-def _renewed(value: Value, keys: VerlKeys) -> Counterpart:
-    if not keys.has_true(f"{REF}.sync_ref_model") or not keys.has_true(_USE_KL):
-        return nothing("it counts with sync_ref_model=True and a KL")
-    if keys.adapters:
-        return nothing("with adapters the reference policy is the model without them")
-    return integer("algo.kl.renew_every")(value, keys)
-
-
-TOPIC.dropped(
-    below(REF, "sync_ref_model ref_model_mixup_alpha"),
+_ref.dropped(
+    "sync_ref_model ref_model_mixup_alpha",
     "`algo.kl.renew_every` copies the policy into the reference",
 )
 
 
-@TOPIC.rule(below(REF, "model model.path"), "algo.kl.reference", "where there is a KL")
-def _reference(value: Value, keys: VerlKeys) -> Counterpart:
-    if not keys.has_true(*USES_KL):
-        return nothing("no KL, no reference policy")
-    return Counterpart({"algo.kl.reference": keys.path(value)})
+def _without_kl(keys: VerlKeys) -> str:
+    return "" if keys.has_true(*USES_KL) else "no KL, no reference policy"
 
+
+_ref.setting(
+    "model model.path",
+    "algo.kl.reference",
+    rules.unless(_without_kl, rules.path),
+    "where there is a KL",
+)
 
 # ---- the rest ------------------------------------------------------------------
 
-TOPIC.setting(f"{ACTOR}.checkpoint.async_save", "checkpoint.asynchronous", switch, "on by default")
-TOPIC.dropped(
-    f"{ACTOR}.checkpoint.**",
+_actor.setting("checkpoint.async_save", "checkpoint.asynchronous", rules.switch, "on by default")
+_actor.dropped(
+    "checkpoint.**",
     "a checkpoint has everything that a resumed run needs; `checkpoint.export_at_end` and "
     "`slipstream export` write a Hugging Face folder",
 )
@@ -323,6 +312,4 @@ TOPIC.dropped(
     "how the loss is computed, not what it is: the learner has its own way, and logs the entropy "
     "always",
 )
-TOPIC.dropped(
-    f"{REF}.**", "the reference policy is divided and packed as the policy is, on the same GPUs"
-)
+_ref.dropped("**", "the reference policy is divided and packed as the policy is, on the same GPUs")

@@ -1,20 +1,12 @@
 """The policy's model and its low-rank adapters."""
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import ACTOR, MODEL, VerlKeys, below
-from slipstream.deploy.interop.verl.rows import (
-    OFF,
-    Counterpart,
-    Topic,
-    as_it_is,
-    expected,
-    nothing,
-    number,
-    path,
-    unless,
-)
+from slipstream.deploy.interop.verl.keys import ACTOR, MODEL, VerlKeys
+from slipstream.deploy.interop.verl.rows import OFF, Counterpart, Topic, expected, nothing
 
 TOPIC = Topic("Model and adapters")
+_model = TOPIC.below(MODEL)
 _LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -22,17 +14,17 @@ _LAYERS = {
     "linear_fc2": ("down_proj",),
 }
 
-TOPIC.setting(
-    f"{MODEL}.path",
+_model.setting(
+    "path",
     "run.model",
-    path,
+    rules.path,
     "a local folder, the URL of one, or a name of the hub",
     kind="renamed",
 )
 
 
-@TOPIC.rule(
-    f"{MODEL}.enable_gradient_checkpointing",
+@_model.rule(
+    "enable_gradient_checkpointing",
     "learner.recompute",
     'True, verl\'s default, is `"full"` for FSDP; with Megatron `recompute_granularity` decides',
     default=True,
@@ -57,13 +49,13 @@ def _without_adapters(keys: VerlKeys) -> str:
     return "" if keys.adapters else "no adapters are trained (lora_rank is 0)"
 
 
-@TOPIC.rule(
-    f"{MODEL}.lora_rank {MODEL}.lora.rank", "lora.rank", "0 is without adapters", kind="kept"
+_model.setting(
+    "lora_rank lora.rank",
+    "lora.rank",
+    rules.unless(_without_adapters, rules.present("the other rank is given")),
+    "0 is without adapters",
+    kind="kept",
 )
-def _rank(value: Value, keys: VerlKeys) -> Counterpart:
-    if reason := _without_adapters(keys):
-        return nothing(reason)
-    return Counterpart({"lora.rank": value}) if value else nothing("the other rank is given")
 
 
 def _without_older_rank(keys: VerlKeys) -> str:
@@ -71,21 +63,17 @@ def _without_older_rank(keys: VerlKeys) -> str:
     return _without_adapters(keys) or ("" if older else "lora.alpha is that of lora.rank")
 
 
-TOPIC.setting(
-    f"{MODEL}.lora_alpha",
+_model.setting(
+    "lora_alpha",
     "lora.alpha",
-    unless(_without_older_rank, number),
+    rules.unless(_without_older_rank, rules.number),
     "32 by default; verl has 16",
     default=16,
 )
-TOPIC.setting(f"{MODEL}.lora.alpha", "lora.alpha", unless(_without_adapters, number))
+_model.setting("lora.alpha", "lora.alpha", rules.unless(_without_adapters, rules.number))
 
 
-@TOPIC.rule(
-    f"{MODEL}.target_modules {MODEL}.lora.target_modules",
-    "lora.targets",
-    "Hugging Face's names of layers",
-)
+@_model.rule("target_modules lora.target_modules", "lora.targets", "Hugging Face's names of layers")
 def _targets(value: Value, keys: VerlKeys) -> Counterpart:
     if not keys.adapters or value == "all-linear":
         return nothing("all linear layers, as by default")
@@ -95,24 +83,24 @@ def _targets(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"lora.targets": layers})
 
 
-TOPIC.setting(
-    f"{MODEL}.lora_adapter_path {MODEL}.lora.adapter_path",
+_model.setting(
+    "lora_adapter_path lora.adapter_path",
     "lora.adapter",
-    unless(_without_adapters, as_it_is),
+    rules.unless(_without_adapters, rules.as_it_is),
 )
 
 
-@TOPIC.rule(f"{MODEL}.lora.merge", "lora.publish", '`"merged"`, `"named"`')
-def _merge(value: Value, keys: VerlKeys) -> Counterpart:
-    if reason := _without_adapters(keys):
-        return nothing(reason)
-    return Counterpart({"lora.publish": "merged" if value is True else "named"})
+@_model.rule("lora.merge", "lora.publish", '`"merged"`, `"named"`')
+def _publish(value: Value, keys: VerlKeys) -> Counterpart:
+    reason = _without_adapters(keys)
+    published = {"lora.publish": "merged" if value is True else "named"}
+    return nothing(reason) if reason else Counterpart({**published})
 
 
 # ---- the rest ------------------------------------------------------------------
 
-TOPIC.left_to_write(
-    f"{MODEL}.custom_chat_template",
+_model.left_to_write(
+    "custom_chat_template",
     "sampling.chat_template",
     "a file, not its text",
     "a file, not its text",
@@ -123,23 +111,18 @@ TOPIC.dropped(
     "reward_model.model.trust_remote_code",
     "code of a model is never run: families are known by name ([models.md](models.md))",
 )
-TOPIC.dropped(
-    f"{MODEL}.mtp.**",
-    "layers that predict further tokens are left out, in training and in sampling",
+_model.dropped(
+    "mtp.**", "layers that predict further tokens are left out, in training and in sampling"
 )
 TOPIC.dropped(
     f"{MODEL}.use_remove_padding {ACTOR}.use_remove_padding", "always on: sequences are packed"
 )
-TOPIC.dropped(
-    below(MODEL, "override_config.** override_config"),
-    "a model is what its config.json says: change that file",
+_model.dropped(
+    "override_config.** override_config", "a model is what its config.json says: change that file"
 )
-TOPIC.dropped(
-    below(
-        MODEL,
-        "use_shm external_lib hf_config_path tokenizer_path use_liger use_fused_kernels "
-        "fused_kernel_options.** tiled_mlp.** enable_activation_offload exclude_modules "
-        "use_prefix_tree prefix_tree_attention lora.*",
-    ),
+_model.dropped(
+    "use_shm external_lib hf_config_path tokenizer_path use_liger use_fused_kernels "
+    "fused_kernel_options.** tiled_mlp.** enable_activation_offload exclude_modules "
+    "use_prefix_tree prefix_tree_attention lora.*",
     "the learner's model is Megatron-Core's, with kernels of its own",
 )

@@ -1,23 +1,15 @@
 """The optimizer, its learning rate, and the batches of a step."""
 
+import math
+
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import ACTOR, MEGATRON, OPTIM, VerlKeys, below, each
-from slipstream.deploy.interop.verl.rows import (
-    Counterpart,
-    Kind,
-    Rule,
-    RuleOf,
-    Topic,
-    expected,
-    just,
-    nothing,
-    number,
-    refused,
-    unlike,
-)
+from slipstream.deploy.interop.verl.rows import Counterpart, Kind, Topic, expected, nothing, unlike
 
 TOPIC = Topic("Optimizer and batches")
 _OPTIMIZER = f"{OPTIM}.override_optimizer_config"
+_optim, _actor, _optimizer = (TOPIC.below(place) for place in (OPTIM, ACTOR, _OPTIMIZER))
 _SHAPES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
@@ -34,25 +26,26 @@ def _shape(keys: VerlKeys) -> str:
     return str(keys.get(*names, default="constant"))
 
 
-TOPIC.setting(f"{OPTIM}.lr", "learner.lr", number)
+_optim.setting("lr", "learner.lr", rules.number)
 
 
-@TOPIC.rule(f"{OPTIM}.lr_warmup_steps", "learner.lr_warmup_steps", "in learner steps")
-def _warmup_steps(value: Value, _: VerlKeys) -> Counterpart:
-    if isinstance(value, int) and value > 0:
-        return Counterpart({"learner.lr_warmup_steps": value})
-    return nothing("no warm-up, or that of lr_warmup_steps_ratio")
+_optim.setting(
+    "lr_warmup_steps",
+    "learner.lr_warmup_steps",
+    rules.count("no warm-up, or that of lr_warmup_steps_ratio"),
+    "in learner steps",
+)
 
 
-@TOPIC.rule(
-    f"{OPTIM}.lr_warmup_steps_ratio",
+@_optim.rule(
+    "lr_warmup_steps_ratio",
     "learner.lr_warmup_steps",
     "in steps, where `total_training_steps` is known",
     kind="changed",
 )
 def _warmup_ratio(value: Value, keys: VerlKeys) -> Counterpart:
     other = keys.integer(f"{OPTIM}.lr_warmup_steps")
-    if not isinstance(value, int | float) or value <= 0 or other > 0:
+    if not isinstance(value, int | float) or not 0 < value < math.inf or other > 0:
         return nothing("no warm-up, or that of lr_warmup_steps")
     if steps := _total_steps(keys):
         note = f"in steps: {value:g} of {steps}"
@@ -65,10 +58,8 @@ def _warmup_ratio(value: Value, keys: VerlKeys) -> Counterpart:
     )
 
 
-@TOPIC.rule(
-    below(OPTIM, "lr_scheduler_type warmup_style lr_decay_style"),
-    "learner.lr_schedule",
-    "the same names",
+@_optim.rule(
+    "lr_scheduler_type warmup_style lr_decay_style", "learner.lr_schedule", "the same names"
 )
 def _schedule(value: Value, keys: VerlKeys) -> Counterpart:
     name = str(value)
@@ -83,7 +74,7 @@ def _lowest_rate(value: Value, keys: VerlKeys) -> Counterpart:
     """Take the learning rate at the end, as a share of the highest or as it is."""
     if not isinstance(value, int | float) or value <= 0:
         return nothing("0 is what Slipstream does without the setting")
-    if _shape(keys) == "constant":
+    if _constant(keys):
         return nothing("a constant learning rate has no end")
     if not keys.key.endswith("_ratio"):
         return Counterpart({"learner.lr_min": float(value)})
@@ -92,54 +83,37 @@ def _lowest_rate(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"learner.lr_min": value * lr}, "changed", note)
 
 
-TOPIC.rule(f"{OPTIM}.min_lr_ratio", "learner.lr_min", "a rate, not a share", kind="changed")(
-    _lowest_rate
-)
-TOPIC.rule(f"{OPTIM}.min_lr", "learner.lr_min")(_lowest_rate)
+_optim.rule("min_lr_ratio", "learner.lr_min", "a rate, not a share", kind="changed")(_lowest_rate)
+_optim.rule("min_lr", "learner.lr_min")(_lowest_rate)
 
 
-def _steps_of(needed: str = "") -> RuleOf:
-    """Return the rules of a number of steps of any schedule that falls, or of the one needed."""
-
-    def rule_of(setting: str) -> Rule:
-        def rule(value: Value, keys: VerlKeys) -> Counterpart:
-            if not isinstance(value, int) or value < 1:
-                return nothing("not set")
-            if _shape(keys) == "constant" or needed not in {"", _shape(keys)}:
-                return nothing(f"lr_scheduler_type is {_shape(keys)}")
-            return Counterpart({setting: value})
-
-        return rule
-
-    return rule_of
+def _constant(keys: VerlKeys) -> str:
+    return "lr_scheduler_type is constant" if _shape(keys) == "constant" else ""
 
 
-TOPIC.setting(f"{OPTIM}.lr_decay_steps", "learner.lr_decay_steps", _steps_of())
-TOPIC.setting(f"{OPTIM}.lr_wsd_decay_steps", "learner.wsd_decay_steps", _steps_of("WSD"))
+def _not_wsd(keys: VerlKeys) -> str:
+    return "" if _shape(keys) == "WSD" else f"lr_scheduler_type is {_shape(keys)}"
 
 
-@TOPIC.rule(f"{OPTIM}.lr_wsd_decay_style", "learner.wsd_decay")
-def _wsd_decay(value: Value, keys: VerlKeys) -> Counterpart:
-    if _shape(keys) != "WSD":
-        return nothing(f"lr_scheduler_type is {_shape(keys)}")
-    if value not in {"linear", "cosine", "exponential", "minus_sqrt"}:
-        return refused(f"{value!r} has no counterpart")
-    return Counterpart({"learner.wsd_decay": value})
-
+_steps = rules.count("not set")
+_decays = rules.choice(("linear", "cosine", "exponential", "minus_sqrt"))
+_optim.setting("lr_decay_steps", "learner.lr_decay_steps", rules.unless(_constant, _steps))
+_optim.setting("lr_wsd_decay_steps", "learner.wsd_decay_steps", rules.unless(_not_wsd, _steps))
+_optim.setting("lr_wsd_decay_style", "learner.wsd_decay", rules.unless(_not_wsd, _decays))
 
 # ---- optimizer -----------------------------------------------------------------
 
-TOPIC.setting(
-    f"{OPTIM}.weight_decay",
+_optim.setting(
+    "weight_decay",
     "learner.weight_decay",
-    number,
+    rules.number,
     "0 by default; verl has 0.01",
     default=0.01,
 )
 
 
-@TOPIC.rule(
-    f"{OPTIM}.betas",
+@_optim.rule(
+    "betas",
     "learner.adam_beta1 learner.adam_beta2",
     "0.9 and 0.95 by default; verl has 0.9 and 0.999",
     default=[0.9, 0.999],
@@ -153,11 +127,11 @@ def _betas(value: Value, _: VerlKeys) -> Counterpart:
     return expected("two numbers", value)
 
 
-TOPIC.setting(f"{OPTIM}.clip_grad {ACTOR}.grad_clip", "learner.clip_grad", number)
+TOPIC.setting(f"{OPTIM}.clip_grad {ACTOR}.grad_clip", "learner.clip_grad", rules.number)
 
 
-@TOPIC.rule(
-    below(_OPTIMIZER, "optimizer_offload_fraction optimizer_cpu_offload"),
+@_optimizer.rule(
+    "optimizer_offload_fraction optimizer_cpu_offload",
     "learner.optimizer_offload_fraction",
     "in place of `learner.offload` with the optimizer",
 )
@@ -172,8 +146,8 @@ def _host_optimizer(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"learner.optimizer_offload_fraction": bounded})
 
 
-@TOPIC.rule(
-    below(_OPTIMIZER, "exp_avg_dtype exp_avg_sq_dtype"),
+@_optimizer.rule(
+    "exp_avg_dtype exp_avg_sq_dtype",
     "learner.moments_dtype",
     "bfloat16 needs a second beta of at most 0.99; without Transformer Engine",
 )
@@ -193,14 +167,14 @@ TOPIC.dropped(
     f"{_OPTIMIZER}.** {_OPTIMIZER}",
     "the optimizer is Slipstream's own Adam; of Megatron's keys there are those above",
 )
-TOPIC.dropped(f"{OPTIM}.*", "decoupled Adam, with a warm-up from 0; it has no other choice")
+_optim.dropped("*", "decoupled Adam, with a warm-up from 0; it has no other choice")
 
 
 # ---- batches -------------------------------------------------------------------
 
 
-@TOPIC.rule(
-    f"{ACTOR}.ppo_mini_batch_size",
+@_actor.rule(
+    "ppo_mini_batch_size",
     "learner.minibatches",
     "how many, not how large: `train_batch_size / ppo_mini_batch_size`",
     kind="changed",
@@ -216,8 +190,8 @@ def _minibatches(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"learner.minibatches": max(1, size // value)}, "changed", note)
 
 
-@TOPIC.rule(
-    f"{ACTOR}.ppo_max_token_len_per_gpu",
+@_actor.rule(
+    "ppo_max_token_len_per_gpu",
     "learner.max_tokens_per_microbatch",
     "of all ranks that divide a sequence together; at least the longest sequence",
     default=16384,
@@ -247,14 +221,13 @@ _CONTEXT_PARALLEL = " ".join(
     )
 )
 _PACKED = "microbatches are packed by tokens"
-TOPIC.dropped(f"{ACTOR}.use_dynamic_bsz", f"always on: {_PACKED}")
-TOPIC.dropped(
-    below(ACTOR, "ppo_micro_batch_size ppo_micro_batch_size_per_gpu"),
+_actor.dropped("use_dynamic_bsz", f"always on: {_PACKED}")
+_actor.dropped(
+    "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
     f"{_PACKED}: `learner.max_tokens_per_microbatch`",
 )
 _ONCE = "every batch is trained once"
-TOPIC.rule(f"{ACTOR}.ppo_epochs", "", _ONCE, kind="dropped")(just(1, _ONCE))
-TOPIC.dropped(
-    below(ACTOR, "shuffle data_loader_seed"),
-    "trajectories are divided over minibatches by `run.seed`",
+_actor.rule("ppo_epochs", "", _ONCE, kind="dropped")(rules.just(1, _ONCE))
+_actor.dropped(
+    "shuffle data_loader_seed", "trajectories are divided over minibatches by `run.seed`"
 )

@@ -2,19 +2,10 @@
 
 from functools import partial
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import VerlKeys, below, each
-from slipstream.deploy.interop.verl.rows import (
-    OFF,
-    Counterpart,
-    Settings,
-    Topic,
-    integer,
-    nothing,
-    number,
-    refused,
-    unless,
-)
+from slipstream.deploy.interop.verl.rows import OFF, Counterpart, Settings, Topic, nothing, refused
 
 TOPIC = Topic("Rewards")
 _FUNCTION, _NAME = (
@@ -27,6 +18,7 @@ _OVERLONG = (
     "reward_model.overlong_buffer",
     "custom_reward_function.overlong_buffer",
 )
+_overlong, _reward = TOPIC.below(*_OVERLONG), TOPIC.below("reward_model", "reward")
 _REWARDS = "slipstream.broker.rewards."
 _SCORES = {  # verl's scores by data_source, and the reward that reads the same answers
     "openai/gsm8k": "numeric:score",
@@ -74,8 +66,8 @@ def _without_penalty(keys: VerlKeys) -> str:
     return "the penalty is off" if enabled is False or length <= 0 else ""
 
 
-@TOPIC.rule(
-    each(_OVERLONG, "len"),
+@_overlong.rule(
+    "len",
     "algo.data.overlong_buffer",
     "a share of `sampling.max_response_tokens`; the penalty stops growing at the limit",
     kind="changed",
@@ -90,10 +82,8 @@ def _overlong_length(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"algo.data.overlong_buffer": share}, "changed", note)
 
 
-TOPIC.setting(
-    each(_OVERLONG, "penalty_factor"),
-    "algo.data.overlong_penalty",
-    unless(_without_penalty, number),
+_overlong.setting(
+    "penalty_factor", "algo.data.overlong_penalty", rules.unless(_without_penalty, rules.number)
 )
 TOPIC.dropped(
     each(_OVERLONG, "enable log")
@@ -104,15 +94,9 @@ TOPIC.dropped(
 # ---- options and workers -------------------------------------------------------
 
 
-@TOPIC.rule(
-    each(
-        ("custom_reward_function", "reward.custom_reward_function", "reward_model", "reward"),
-        "reward_kwargs.**",
-    ),
-    "reward.options.*",
-    "keyword arguments of the function",
-    kind="kept",
-)
+@TOPIC.below(
+    "custom_reward_function", "reward.custom_reward_function", "reward_model", "reward"
+).rule("reward_kwargs.**", "reward.options.*", "keyword arguments of the function", kind="kept")
 def _option(value: Value, keys: VerlKeys) -> Counterpart:
     name = keys.key.rpartition("reward_kwargs.")[2]
     if not keys.get(*_FUNCTION.split()):
@@ -130,7 +114,7 @@ def _option(value: Value, keys: VerlKeys) -> Counterpart:
     kind="dropped",
 )
 def _manager(value: Value, _: VerlKeys) -> Counterpart:
-    if value not in {"batch", "batched"}:
+    if value not in ("batch", "batched"):
         return nothing("reward workers call the function in parallel, whatever its manager was")
     return Counterpart(
         {},
@@ -141,39 +125,27 @@ def _manager(value: Value, _: VerlKeys) -> Counterpart:
 
 
 _PLACES = ("reward_model", "reward")
-TOPIC.setting(
-    each(_PLACES, "num_workers"),
-    "reward.processes",
-    integer,
-    "child processes of one reward worker",
+_reward.setting(
+    "num_workers", "reward.processes", rules.integer, "child processes of one reward worker"
 )
-TOPIC.setting(
-    each(_PLACES, "num_examine"),
+_reward.setting(
+    "num_examine",
     "learner.rollouts_per_step",
-    partial(integer, least=0),
+    partial(rules.integer, least=0),
     "written to `rollouts/`, shown by `slipstream show`",
     kind="changed",
 )
 
 
-@TOPIC.rule(
+TOPIC.left_to_write(
     "reward_model.enable reward.reward_model.enable reward_model.grm.enable",
     "reward.function",
     "a reward function asks the server of a reward model: no role holds one",
-    kind="changed",
+    "no role holds a reward model: a reward function asks a server that does",
+    "reward.function: a function that asks your reward model's server, or "
+    "slipstream.broker.rewards.judge:LlmJudge (docs/rewards.md)",
+    off=OFF,
 )
-def _reward_model(value: Value, _: VerlKeys) -> Counterpart:
-    if value is not True:
-        return nothing(OFF)
-    return Counterpart(
-        {},
-        "changed",
-        "no role holds a reward model: a reward function asks a server that does",
-        "reward.function: a function that asks your reward model's server, or "
-        "slipstream.broker.rewards.judge:LlmJudge (docs/rewards.md)",
-    )
-
-
 TOPIC.dropped(
     "reward_model.sandbox_fusion.** reward_model.sandbox_fusion_url reward.sandbox_fusion.** "
     "sandbox_fusion.**",

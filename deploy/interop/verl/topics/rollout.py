@@ -2,20 +2,10 @@
 
 from functools import partial
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import REF, ROLLOUT, VerlKeys, below, each
-from slipstream.deploy.interop.verl.rows import (
-    Counterpart,
-    Rule,
-    Topic,
-    expected,
-    integer,
-    nothing,
-    number,
-    number_type,
-    refused,
-    unless,
-)
+from slipstream.deploy.interop.verl.keys import REF, ROLLOUT, VerlKeys
+from slipstream.deploy.interop.verl.rows import Counterpart, Rule, Topic, expected, nothing, refused
 
 TOPIC = Topic("Rollout")
 _MORE_THAN_ANY_VOCABULARY = 300_000
@@ -24,21 +14,22 @@ _KEPT = (
     'sampling.kept_tokens = "replay" takes the tokens that were left, on both sides'
 )
 _VAL = f"{ROLLOUT}.val_kwargs"
+_rollout, _val = TOPIC.below(ROLLOUT), TOPIC.below(_VAL)
 
 # ---- sampling ------------------------------------------------------------------
 
-TOPIC.setting(f"{ROLLOUT}.n", "run.group_size", integer, "8 by default; verl has 1", default=1)
+_rollout.setting("n", "run.group_size", rules.integer, "8 by default; verl has 1", default=1)
 
 
-@TOPIC.rule(f"{ROLLOUT}.temperature", "sampling.temperature")
+@_rollout.rule("temperature", "sampling.temperature")
 def _temperature(value: Value, _: VerlKeys) -> Counterpart:
     if not isinstance(value, int | float) or value <= 0:  # in training it cannot be 0
         return expected("a number above 0", value)
     return Counterpart({"sampling.temperature": float(value)})
 
 
-@TOPIC.rule(
-    f"{ROLLOUT}.top_p",
+@_rollout.rule(
+    "top_p",
     "sampling.top_p sampling.kept_tokens",
     'below 1 with `sampling.kept_tokens = "drop"`, as verl\'s log-probabilities are '
     "over all tokens; `replay` takes those that were left, on both sides",
@@ -76,8 +67,8 @@ def _top_k(setting: str) -> Rule:
     return rule
 
 
-TOPIC.rule(
-    f"{ROLLOUT}.top_k",
+_rollout.rule(
+    "top_k",
     "sampling.top_k sampling.kept_tokens",
     "-1 is all tokens, and so is every number that is not below the vocabulary",
     kind="kept",
@@ -91,7 +82,7 @@ def _greedy(keys: VerlKeys) -> str:
     return "val_kwargs.do_sample=False is greedy" if is_greedy else ""
 
 
-@TOPIC.rule(f"{_VAL}.n", "eval.samples", "1 where evaluation is greedy")
+@_val.rule("n", "eval.samples", "1 where evaluation is greedy")
 def _eval_samples(value: Value, keys: VerlKeys) -> Counterpart:
     if not isinstance(value, int) or value < 1:
         return expected("a whole number", value)
@@ -101,24 +92,24 @@ def _eval_samples(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"eval.samples": value})
 
 
-TOPIC.setting(f"{_VAL}.temperature", "eval.temperature", unless(_greedy, number), "0 is greedy")
-TOPIC.setting(f"{_VAL}.top_p", "eval.top_p", number)
-TOPIC.setting(f"{_VAL}.top_k", "eval.top_k", _top_k)
-TOPIC.dropped(f"{_VAL}.do_sample", "`eval.temperature` above 0 samples, 0 is greedy")
+_val.setting("temperature", "eval.temperature", rules.unless(_greedy, rules.number), "0 is greedy")
+_val.setting("top_p", "eval.top_p", rules.number)
+_val.setting("top_k", "eval.top_k", _top_k)
+_val.dropped("do_sample", "`eval.temperature` above 0 samples, 0 is greedy")
 
 # ---- engines -------------------------------------------------------------------
 
-TOPIC.setting(
-    f"{ROLLOUT}.tensor_model_parallel_size",
+_rollout.setting(
+    "tensor_model_parallel_size",
     "generators.sglang.tp_size",
-    integer,
+    rules.integer,
     "1 by default; verl has 2. On GPUs of one host, or of `generators.nodes`",
     default=2,
 )
 
 
-@TOPIC.rule(
-    f"{ROLLOUT}.gpu_memory_utilization",
+@_rollout.rule(
+    "gpu_memory_utilization",
     "generators.sglang.mem_fraction_static",
     "written from 0.7 on: a generator has its GPU to itself, and a small share was "
     "for verl's learner beside it",
@@ -135,18 +126,15 @@ def _memory_share(value: Value, _: VerlKeys) -> Counterpart:
     return Counterpart({"generators.sglang.mem_fraction_static": float(value)})
 
 
-TOPIC.setting(
-    below(ROLLOUT, "max_num_seqs max_batch_size"),
+_rollout.setting(
+    "max_num_seqs max_batch_size",
     "generators.max_sequences",
-    integer,
+    rules.integer,
     "64 by default; verl has 256, and had 1024",
     default=256,
 )
-TOPIC.setting(
-    f"{ROLLOUT}.dtype",
-    "generators.dtype",
-    number_type,
-    "`bfloat16` or `float32`; there is no `float16`",
+_rollout.setting(
+    "dtype", "generators.dtype", rules.number_type, "`bfloat16` or `float32`; there is no `float16`"
 )
 
 
@@ -157,25 +145,19 @@ def _flag(setting: str, *, when: bool) -> Rule:
     )
 
 
-TOPIC.setting(
-    f"{ROLLOUT}.enforce_eager",
-    "generators.sglang.disable_cuda_graph",
-    partial(_flag, when=True),
-    "True",
+_rollout.setting(
+    "enforce_eager", "generators.sglang.disable_cuda_graph", partial(_flag, when=True), "True"
 )
-TOPIC.setting(
-    f"{ROLLOUT}.enable_prefix_caching",
+_rollout.setting(
+    "enable_prefix_caching",
     "generators.sglang.disable_radix_cache",
     partial(_flag, when=False),
     "False",
 )
 
 
-@TOPIC.rule(
-    f"{ROLLOUT}.engine_kwargs.sglang.**",
-    "generators.sglang.*",
-    "as they are, with underscores",
-    kind="kept",
+@_rollout.rule(
+    "engine_kwargs.sglang.**", "generators.sglang.*", "as they are, with underscores", kind="kept"
 )
 def _sglang_option(value: Value, keys: VerlKeys) -> Counterpart:
     name = keys.key.rpartition("engine_kwargs.sglang.")[2].replace("-", "_")
@@ -186,83 +168,61 @@ def _sglang_option(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({f"generators.sglang.{name}": value})
 
 
-TOPIC.dropped(
-    f"{ROLLOUT}.engine_kwargs.**",
+_rollout.dropped(
+    "engine_kwargs.**",
     "the engine is SGLang: look for its name of the option in `generators.sglang`",
 )
-TOPIC.dropped(f"{ROLLOUT}.name", "the engine is SGLang, whatever verl's was")
+_rollout.dropped("name", "the engine is SGLang, whatever verl's was")
 TOPIC.dropped(
     f"{ROLLOUT}.mode actor_rollout_ref.hybrid_engine actor_rollout_ref.model_engine",
     "engines are processes of their own, always: no memory is switched between rollout and "
     "training",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "calculate_log_probs logprobs_mode"), "engines report log-probabilities always"
-)
-TOPIC.dropped(
-    each(
-        (ROLLOUT, REF),
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
-        "log_prob_max_token_len_per_gpu",
-    ),
+_rollout.dropped("calculate_log_probs logprobs_mode", "engines report log-probabilities always")
+TOPIC.below(ROLLOUT, REF).dropped(
+    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
+    "log_prob_max_token_len_per_gpu",
     "log-probabilities are computed again in the microbatches of training: "
     "`learner.max_tokens_per_microbatch`",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "prompt_length response_length max_model_len"),
+_rollout.dropped(
+    "prompt_length response_length max_model_len",
     "they follow from `sampling.max_prompt_tokens` and `max_response_tokens`",
 )
-TOPIC.dropped(
-    below(
-        ROLLOUT,
-        "max_num_batched_tokens enable_chunked_prefill scheduling_policy cudagraph_capture_sizes",
-    ),
+_rollout.dropped(
+    "max_num_batched_tokens enable_chunked_prefill scheduling_policy cudagraph_capture_sizes",
     "SGLang schedules by itself (`generators.sglang.chunked_prefill_size`, `max_prefill_tokens`)",
 )
-TOPIC.dropped(
-    below(
-        ROLLOUT,
-        "data_parallel_size dp_model_parallel_size rollout_world_size nnodes n_gpus_per_node",
-    ),
+_rollout.dropped(
+    "data_parallel_size dp_model_parallel_size rollout_world_size nnodes n_gpus_per_node",
     "`generators.count` engines; each is a whole model on `tp_size` GPUs",
 )
-TOPIC.dropped(
-    below(
-        ROLLOUT,
-        "expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size moe_tp_size "
-        "moe_ep_size",
-    ),
+_rollout.dropped(
+    "expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size moe_tp_size "
+    "moe_ep_size",
     "an engine is divided by tensor parallelism alone: its weights are checked that way",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "quantization quantization.* quantization_config_file qat qat.**"),
+_rollout.dropped(
+    "quantization quantization.* quantization_config_file qat qat.**",
     "an engine holds the learner's weights bit by bit",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "checkpoint_engine.** update_weights_bucket_megabytes"),
+_rollout.dropped(
+    "checkpoint_engine.** update_weights_bucket_megabytes",
     "`[weightbus]` sends weights, in buckets of its own",
 )
 
 # ---- several turns -------------------------------------------------------------
 
 
-@TOPIC.rule(
-    f"{ROLLOUT}.multi_turn.enable",
+_rollout.left_to_write(
+    "multi_turn.enable",
     "environment.function",
     "a class with typed functions as tools ([environments.md](environments.md)): it is written "
     "anew",
-    kind="changed",
+    "tools and interactions are a class, not a YAML file",
+    "environment.function: FILE.py:CLASS with your tools as typed functions (docs/environments.md)",
+    off="off: a prompt is answered in one turn",
 )
-def _turns(value: Value, _: VerlKeys) -> Counterpart:
-    if value is not True:
-        return nothing("off: a prompt is answered in one turn")
-    return Counterpart(
-        {},
-        "changed",
-        "tools and interactions are a class, not a YAML file",
-        "environment.function: FILE.py:CLASS with your tools as typed functions "
-        "(docs/environments.md)",
-    )
 
 
 def _one_turn(keys: VerlKeys) -> str:
@@ -270,27 +230,16 @@ def _one_turn(keys: VerlKeys) -> str:
     return "" if has_turns else "it counts with multi_turn.enable=True alone"
 
 
-def _count(setting: str) -> Rule:
-    """Return the rule of a number that is not set below 1."""
-
-    def rule(value: Value, _: VerlKeys) -> Counterpart:
-        if not isinstance(value, int) or value < 1:
-            return nothing("not set")
-        return Counterpart({setting: value})
-
-    return rule
-
-
-TOPIC.setting(
-    f"{ROLLOUT}.multi_turn.max_assistant_turns",
+_rollout.setting(
+    "multi_turn.max_assistant_turns",
     "environment.max_turns",
-    unless(_one_turn, _count),
+    rules.unless(_one_turn, rules.count("not set")),
     "16 by default",
 )
 
 
-@TOPIC.rule(
-    f"{ROLLOUT}.multi_turn.format",
+@_rollout.rule(
+    "multi_turn.format",
     "environment.tool_call_parser",
     "SGLang's name: `hermes` is `qwen25`",
     kind="changed",
@@ -302,45 +251,38 @@ def _tool_format(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"environment.tool_call_parser": name}, "changed", "SGLang's name")
 
 
-TOPIC.left_to_write(
-    below(
-        ROLLOUT,
-        "agent.agent_loop_config_path multi_turn.tool_config_path multi_turn.function_tool_path "
-        "multi_turn.interaction_config_path agent.agent_loop_manager_class custom.**",
-    ),
+_rollout.left_to_write(
+    "agent.agent_loop_config_path multi_turn.tool_config_path multi_turn.function_tool_path "
+    "multi_turn.interaction_config_path agent.agent_loop_manager_class custom.**",
     "environment.function",
     "tools, interactions and loops are a class or an async function in Python",
     "tools, interactions and loops are Python, not YAML",
     "environment.function: FILE.py:CLASS, or an async function that drives your agent "
     "(docs/environments.md)",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "multi_turn.** agent.**"),
+_rollout.dropped(
+    "multi_turn.** agent.**",
     "an environment cuts its own answers, and each trajectory has a process of its own "
     "(`environment.max_outside`)",
 )
 
 # ---- the rest ------------------------------------------------------------------
 
-TOPIC.dropped(
-    below(ROLLOUT, "ignore_eos do_sample"),
+_rollout.dropped(
+    "ignore_eos do_sample",
     "answers are sampled and end with the model's tokens (`sampling.min_response_tokens` for "
     "longer ones)",
 )
-TOPIC.dropped(
-    below(ROLLOUT, "seed full_determinism"),
-    "each answer has a seed of its own, of `run.seed`, prompt and sibling",
+_rollout.dropped(
+    "seed full_determinism", "each answer has a seed of its own, of `run.seed`, prompt and sibling"
 )
-TOPIC.dropped(
-    below(ROLLOUT, "prometheus.** disable_log_stats trace.** moe_load_balance_metrics_interval"),
+_rollout.dropped(
+    "prometheus.** disable_log_stats trace.** moe_load_balance_metrics_interval",
     "the broker serves metrics and traces of all roles",
 )
-TOPIC.dropped(
-    below(
-        ROLLOUT,
-        "free_cache_engine enable_sleep_mode multi_stage_wake_up load_format layered_summon "
-        "over_sample_rate skip_rollout skip_dump_dir skip_tokenizer_init layer_name_map.** "
-        "limit_images mtp mtp.** disaggregation.** router.** engine_kwargs",
-    ),
+_rollout.dropped(
+    "free_cache_engine enable_sleep_mode multi_stage_wake_up load_format layered_summon "
+    "over_sample_rate skip_rollout skip_dump_dir skip_tokenizer_init layer_name_map.** "
+    "limit_images mtp mtp.** disaggregation.** router.** engine_kwargs",
     "of verl's engines that share GPUs with the learner",
 )

@@ -3,56 +3,61 @@
 import re
 from typing import get_args
 
+from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import VerlKeys, below
+from slipstream.deploy.interop.verl.keys import VerlKeys
 from slipstream.deploy.interop.verl.rows import (
     Counterpart,
     Kind,
+    Rule,
+    Settings,
     Topic,
-    choice,
     expected,
-    integer,
-    just,
     nothing,
-    number,
-    path,
-    switch,
-    text,
 )
 from slipstream.wire.settings.sections import TrackerName
 
 TOPIC = Topic("Run")
+_trainer = TOPIC.below("trainer")
 _LARGEST_NAME = 120  # bytes
 
 # ---- length, checkpoints, evaluation -------------------------------------------
 
-TOPIC.setting(
-    "trainer.total_epochs",
+_trainer.setting(
+    "total_epochs",
     "run.epochs",
-    number,
+    rules.number,
     "`run.steps`, 100 by default, is raised so that the epochs end the run",
     default=30,
 )
-TOPIC.setting(
-    "trainer.total_training_steps", "run.steps", integer, "whichever of the two comes first"
+_trainer.setting(
+    "total_training_steps", "run.steps", rules.integer, "whichever of the two comes first"
 )
 
 
-@TOPIC.rule("trainer.save_freq", "checkpoint.every_steps", "-1 is written 0", kind="renamed")
-def _save_every(value: Value, _: VerlKeys) -> Counterpart:
-    if not isinstance(value, int):
-        return expected("a whole number", value)
-    if value > 0:
-        return Counterpart({"checkpoint.every_steps": value})
-    note = "is written 0; a checkpoint is written at the end nevertheless (checkpoint.at_end)"
-    return Counterpart({"checkpoint.every_steps": 0}, "changed", f"{value} {note}")
+def _every(section: str, never: Settings, note: str) -> Rule:
+    """Return the rule of a number of steps, which is ``never`` below 1."""
+
+    def rule(value: Value, _: VerlKeys) -> Counterpart:
+        if not isinstance(value, int):
+            return expected("a whole number", value)
+        if value > 0:
+            return Counterpart({f"{section}.every_steps": value})
+        settings = {f"{section}.every_steps": 0, **never}
+        return Counterpart(settings, "changed", f"{value} is written 0{note}")
+
+    return rule
 
 
-@TOPIC.rule(
-    "trainer.max_actor_ckpt_to_keep",
-    "checkpoint.keep_last",
-    "2 by default; verl keeps all",
-    default="all",
+_trainer.rule("save_freq", "checkpoint.every_steps", "-1 is written 0", kind="renamed")(
+    _every(
+        "checkpoint", {}, "; a checkpoint is written at the end nevertheless (checkpoint.at_end)"
+    )
+)
+
+
+@_trainer.rule(
+    "max_actor_ckpt_to_keep", "checkpoint.keep_last", "2 by default; verl keeps all", default="all"
 )
 def _kept_checkpoints(value: Value, _: VerlKeys) -> Counterpart:
     if isinstance(value, int) and value > 0:
@@ -61,28 +66,19 @@ def _kept_checkpoints(value: Value, _: VerlKeys) -> Counterpart:
     return Counterpart({}, "changed", note)
 
 
-@TOPIC.rule(
-    "trainer.test_freq",
+_trainer.rule(
+    "test_freq",
     "eval.every_steps eval.at_end",
     "-1 is written 0, and `eval.at_end = false`",
     kind="renamed",
     default=-1,
-)
-def _test_every(value: Value, _: VerlKeys) -> Counterpart:
-    if not isinstance(value, int):
-        return expected("a whole number", value)
-    if value > 0:
-        return Counterpart({"eval.every_steps": value})
-    note = f"{value} is written 0, and nothing is evaluated at the end either"
-    return Counterpart({"eval.every_steps": 0, "eval.at_end": False}, "changed", note)
+)(_every("eval", {"eval.at_end": False}, ", and nothing is evaluated at the end either"))
+_trainer.setting("val_before_train", "eval.before_train", rules.switch)
+_trainer.setting("log_val_generations", "eval.keep_answers", rules.integer, "256 by default")
 
 
-TOPIC.setting("trainer.val_before_train", "eval.before_train", switch)
-TOPIC.setting("trainer.log_val_generations", "eval.keep_answers", integer, "256 by default")
-
-
-@TOPIC.rule(
-    below("trainer", "resume_mode resume_from_path"),
+@_trainer.rule(
+    "resume_mode resume_from_path",
     "",
     "an argument: `slipstream run --resume auto`, or a folder; checkpoints of verl are not read",
     kind="dropped",
@@ -99,17 +95,17 @@ def _resume(value: Value, _: VerlKeys) -> Counterpart:
 
 # ---- names and trackers --------------------------------------------------------
 
-TOPIC.setting(
-    "trainer.default_local_dir",
+_trainer.setting(
+    "default_local_dir",
     "run.dir",
-    path,
+    rules.path,
     "the folder of all runs: a run's own is DIR/NAME",
     kind="changed",
 )
-TOPIC.setting("trainer.project_name", "logging.project", text)
+_trainer.setting("project_name", "logging.project", rules.text)
 
 
-@TOPIC.rule("trainer.experiment_name", "run.name", "the name of a folder, too")
+@_trainer.rule("experiment_name", "run.name", "the name of a folder, too")
 def _name(value: Value, _: VerlKeys) -> Counterpart:
     name = re.sub(r"[^\w.+=@ -]+", "-", str(value)).strip("-. ")
     name = name.encode()[:_LARGEST_NAME].decode("utf-8", "ignore") or "run"
@@ -118,11 +114,8 @@ def _name(value: Value, _: VerlKeys) -> Counterpart:
     return Counterpart({"run.name": name}, "changed", "it is the name of a folder")
 
 
-@TOPIC.rule(
-    "trainer.logger",
-    "logging.trackers",
-    "without `console`, which is always written to",
-    kind="renamed",
+@_trainer.rule(
+    "logger", "logging.trackers", "without `console`, which is always written to", kind="renamed"
 )
 def _trackers(value: Value, _: VerlKeys) -> Counterpart:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
@@ -141,18 +134,18 @@ def _trackers(value: Value, _: VerlKeys) -> Counterpart:
 
 # ---- hosts and devices ---------------------------------------------------------
 
-TOPIC.rule(
-    "trainer.n_gpus_per_node",
+_trainer.rule(
+    "n_gpus_per_node",
     "deploy.gpus_per_host learner.ranks generators.count",
     "learner and generators have GPUs of their own: `import-verl` gives the learner about half "
     "of them",
     kind="changed",
     default=8,
-)(integer("deploy.gpus_per_host"))
+)(rules.integer("deploy.gpus_per_host"))
 
 
-@TOPIC.rule(
-    "trainer.nnodes",
+@_trainer.rule(
+    "nnodes",
     "deploy.hosts",
     "names of hosts, not a number; `--on hosts` prints the commands of each; `--on ray` or "
     "`slipstream render` start several ([clusters.md](clusters.md))",
@@ -170,10 +163,10 @@ def _hosts(value: Value, _: VerlKeys) -> Counterpart:
     )
 
 
-TOPIC.setting(
-    "trainer.device",
+_trainer.setting(
+    "device",
     "generators.device",
-    choice({"cuda": "cuda", "cpu": "cpu", "npu": "auto"}),
+    rules.choice({"cuda": "cuda", "cpu": "cpu", "npu": "auto"}),
     "`cuda` or `cpu`",
 )
 
@@ -196,24 +189,21 @@ def _profiled(value: Value, _: VerlKeys) -> Counterpart:
 # ---- the rest ------------------------------------------------------------------
 
 _EVALUATES = "there is no run that evaluates alone"
-TOPIC.rule("trainer.val_only", "", _EVALUATES, kind="dropped")(just(False, _EVALUATES))
-TOPIC.dropped(
-    below("trainer", "rollout_data_dir validation_data_dir log_train_generations"),
+_trainer.rule("val_only", "", _EVALUATES, kind="dropped")(rules.just(False, _EVALUATES))
+_trainer.dropped(
+    "rollout_data_dir validation_data_dir log_train_generations",
     "answers are in `rollouts/` and `eval/` of the run folder",
 )
-TOPIC.dropped("trainer.balance_batch", "always on")
-TOPIC.dropped(
-    "trainer.v1.** trainer.use_v1",
+_trainer.dropped("balance_batch", "always on")
+_trainer.dropped(
+    "v1.** use_v1",
     "roles are processes of their own; `run.mode` and `run.max_staleness_steps` say how far they "
     "may be apart",
 )
-TOPIC.dropped(
-    below(
-        "trainer",
-        "default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep "
-        "ray_wait_register_center_timeout esi_redundant_time use_legacy_worker_impl "
-        "dump_high_diff_tokens dump_high_diff_dir",
-    ),
+_trainer.dropped(
+    "default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep "
+    "ray_wait_register_center_timeout esi_redundant_time use_legacy_worker_impl "
+    "dump_high_diff_tokens dump_high_diff_dir",
     "of verl's trainer and its workers in Ray",
 )
 TOPIC.dropped(

@@ -14,12 +14,14 @@ from slipstream.algos.choice import (
     TeacherOptions,
 )
 from slipstream.algos.config import PARTS
-from slipstream.deploy.interop.verl.hydra import overrides_of
+from slipstream.deploy.interop.verl.hydra import HydraSettings, Value, overrides_of, parsed
+from slipstream.deploy.interop.verl.keys import VerlKeys
 from slipstream.deploy.interop.verl.rows import KeyRow, fits
 from slipstream.deploy.interop.verl.table import REMARKS_ON_VALUES, ROWS, TOPICS, row_of
 from slipstream.deploy.interop.verl.topics.algorithm import ADVANTAGES
 from slipstream.deploy.interop.verl.topics.loss import ESTIMATORS, SURROGATES
 from slipstream.deploy.interop.verl.translate import translate
+from tests.golden.make_verl import CASES, FOLDER, translated
 from tests.support.verl_keys import COMMON, DAPO, GRPO, MEGATRON, PPO, configuration, words
 
 FREE = ("reward.options", "learner.megatron", "generators.sglang", "sampling.chat_template_kwargs")
@@ -41,6 +43,7 @@ def known_settings() -> set[str]:
     return names
 
 
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 KNOWN = known_settings()
 
 
@@ -82,6 +85,39 @@ def test_a_star_is_one_name_and_two_are_any_number():
     assert not fits("a", "a.b")
 
 
+ODD = (
+    "True",
+    "0",
+    "-1",
+    "1.5",
+    "inf",
+    "nan",
+    "''",
+    "x",
+    "1_inf",
+    "[]",
+    "[a,1]",
+    "[[1]]",
+    "{a: {}}",
+)
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_no_value_is_an_error_of_ours(value: str):
+    others: dict[str, Value] = {
+        f"{CORRECTION}.rollout_rs": "seq_sum_k1",
+        f"{ACTOR}.policy_loss.loss_mode": "dro",
+        "trainer.total_training_steps": 10,
+    }
+    given = parsed(value)
+    for row in OF_TOPICS:
+        for key in row.verl:
+            row.counterpart(key, given, VerlKeys({**others, key: given}))
+    for key in ("trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size"):
+        translate(HydraSettings({key: given}))
+    translate(HydraSettings(dict.fromkeys((key for row in OF_TOPICS for key in row.verl), given)))
+
+
 def test_every_key_of_verls_examples_is_known_and_kept_to_its_row():
     for groups in [(GRPO,), (GRPO, MEGATRON), (DAPO,), (DAPO, MEGATRON), (PPO,), (PPO, MEGATRON)]:
         given = overrides_of(words(COMMON, *groups))
@@ -95,6 +131,13 @@ def test_every_key_of_verls_examples_is_known_and_kept_to_its_row():
             assert row is not None
             judged = one.value is None
             assert judged or all(any(fits(p, s) for p in row.ours) for s in one.settings), one
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_examples_are_translated_as_they_were(name: str):
+    assert translated(name) == (FOLDER / f"{name}.txt").read_text(), (
+        "if that is meant: python -m tests.golden.make_verl"
+    )
 
 
 def test_every_key_of_verls_whole_configuration_is_known():
