@@ -16,13 +16,7 @@ from slipstream.deploy.interop.verl.rows import (
     unlike,
 )
 from slipstream.deploy.interop.verl.topics.critic import without_critic
-from slipstream.deploy.interop.verl.topics.loss import (
-    ESTIMATORS,
-    RATIO_FREE,
-    kl,
-    kl_coefficient,
-    without,
-)
+from slipstream.deploy.interop.verl.topics.loss import RATIO_FREE, add_kl
 
 TOPIC = Topic("Algorithm")
 _ROLLOUT_CORRECTION = "algorithm.rollout_correction"
@@ -94,23 +88,15 @@ _algorithm.setting(
 # ---- KL in the reward ----------------------------------------------------------
 
 _USE_KL = "algorithm.use_kl_in_reward"
-TOPIC.rule(
-    _USE_KL,
-    "algo.kl.place algo.kl.coefficient algo.kl.name",
-    "True is a KL in the reward",
-    kind="renamed",
-)(kl("reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"))
-_algorithm.setting(
-    "kl_ctrl.kl_coef",
-    "algo.kl.coefficient",
-    rules.unless(without(_USE_KL), kl_coefficient),
-    "with `use_kl_in_reward=True`; 0.001 unless given, as in verl",
-)
-_algorithm.setting(
-    "kl_penalty",
-    "algo.kl.name",
-    rules.unless(without(_USE_KL), rules.choice(ESTIMATORS)),
-    "with `use_kl_in_reward=True`",
+add_kl(
+    TOPIC,
+    "reward",
+    "kl",
+    {
+        _USE_KL: "True is a KL in the reward",
+        "algorithm.kl_ctrl.kl_coef": "with `use_kl_in_reward=True`; 0.001 unless given, as in verl",
+        "algorithm.kl_penalty": "with `use_kl_in_reward=True`",
+    },
 )
 
 

@@ -1,6 +1,6 @@
 """The loss: surrogate, bounds of the ratio, reduction, KL and reference policy."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
@@ -8,7 +8,6 @@ from slipstream.deploy.interop.verl.keys import ACTOR, REF, USES_KL, VerlKeys, b
 from slipstream.deploy.interop.verl.rows import (
     OFF,
     Counterpart,
-    Rule,
     Settings,
     Topic,
     expected,
@@ -193,60 +192,54 @@ _actor.setting("entropy_coeff", "algo.entropy_bonus", rules.number)
 # ---- KL ------------------------------------------------------------------------
 
 
-def kl(place: str, coefficient: str, name: str, default: str) -> Rule:
-    """Return the rule of the switch of a KL.
+def add_kl(topic: Topic, place: str, default: str, remarks: Mapping[str, str]) -> None:
+    """Add the rows of a KL.
 
     Args:
+        topic: Topic of the rows.
         place: Loss or reward.
-        coefficient: verl's key of its coefficient.
-        name: verl's key of its estimator.
-        default: verl's estimator.
+        default: verl's estimator where none is given.
+        remarks: Remarks by verl's keys of the switch, the coefficient and the estimator.
     """
+    switch, coefficient, name = remarks
 
     def rule(value: Value, keys: VerlKeys) -> Counterpart:
-        if value is True and place == "reward" and keys.has_true(f"{ACTOR}.use_kl_loss"):
-            return refused("there is one KL: in the loss (use_kl_loss) or in the reward")
         if value is not True:
             return nothing("no KL, as by default")
+        if place == "reward" and keys.has_true(_USE_KL):
+            return refused("there is one KL: in the loss (use_kl_loss) or in the reward")
         factor = keys.number(coefficient, default=0.001)
         if factor == 0:
             return nothing("its coefficient is 0, and no reference policy is loaded")
         estimator = str(keys.get(name, default=default))
         if estimator not in ESTIMATORS:
             return unlike(estimator, ESTIMATORS)
-        return Counterpart(
-            {
-                "algo.kl.place": place,
-                "algo.kl.coefficient": float(factor),
-                "algo.kl.name": ESTIMATORS[estimator],
-            }
-        )
+        options = {"place": place, "coefficient": float(factor), "name": ESTIMATORS[estimator]}
+        return Counterpart({f"algo.kl.{option}": chosen for option, chosen in options.items()})
 
-    return rule
+    def idle(keys: VerlKeys) -> str:
+        return "" if keys.has_true(switch) else f"it counts with {switch}=True alone"
+
+    ours = below("algo.kl", "place coefficient name")
+    topic.rule(switch, ours, remarks[switch], kind="renamed")(rule)
+    for key, setting, rule_of in (
+        (coefficient, "algo.kl.coefficient", rules.present("0 is no KL")),
+        (name, "algo.kl.name", rules.choice(ESTIMATORS)),
+    ):
+        topic.setting(key, setting, rules.unless(idle, rule_of), remarks[key])
 
 
-def without(key: str) -> Callable[[VerlKeys], str]:
-    """Return why a key counts for nothing where another one is not true."""
-    return lambda keys: "" if keys.has_true(key) else f"it counts with {key}=True alone"
-
-
-kl_coefficient = rules.present("0 is no KL")
 _USE_KL = f"{ACTOR}.use_kl_loss"
-TOPIC.rule(
-    _USE_KL,
-    "algo.kl.place algo.kl.coefficient algo.kl.name",
-    "True is a KL in the loss, and loads the reference policy; coefficient 0.001 and "
-    "`low-var` as in verl unless given",
-    kind="renamed",
-)(kl("loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "low_var_kl"))
-_actor.setting(
-    "kl_loss_coef",
-    "algo.kl.coefficient",
-    rules.unless(without(_USE_KL), kl_coefficient),
-    "with `use_kl_loss=True`",
-)
-_actor.setting(
-    "kl_loss_type", "algo.kl.name", rules.unless(without(_USE_KL), rules.choice(ESTIMATORS)), _NAMES
+add_kl(
+    TOPIC,
+    "loss",
+    "low_var_kl",
+    {
+        _USE_KL: "True is a KL in the loss, and loads the reference policy; coefficient 0.001 and "
+        "`low-var` as in verl unless given",
+        f"{ACTOR}.kl_loss_coef": "with `use_kl_loss=True`",
+        f"{ACTOR}.kl_loss_type": _NAMES,
+    },
 )
 
 

@@ -3,7 +3,7 @@
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import ACTOR, MODEL, VerlKeys
-from slipstream.deploy.interop.verl.rows import OFF, Counterpart, Topic, expected, nothing
+from slipstream.deploy.interop.verl.rows import OFF, Counterpart, Rule, Topic, expected, nothing
 
 TOPIC = Topic("Model and adapters")
 _model = TOPIC.below(MODEL)
@@ -90,12 +90,16 @@ _model.setting(
 )
 
 
-@_model.rule("lora.merge", "lora.publish", '`"merged"`, `"named"`')
-def _publish(value: Value, keys: VerlKeys) -> Counterpart:
-    reason = _without_adapters(keys)
-    published = {"lora.publish": "merged" if value is True else "named"}
-    return nothing(reason) if reason else Counterpart({**published})
+def _published(setting: str) -> Rule:
+    return lambda value, _: Counterpart({setting: "merged" if value is True else "named"})
 
+
+_model.setting(
+    "lora.merge",
+    "lora.publish",
+    rules.unless(_without_adapters, _published),
+    '`"merged"`, `"named"`',
+)
 
 # ---- the rest ------------------------------------------------------------------
 
