@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from slipstream.deploy.interop.verl.keys import ACTOR, OPTIM, ROLLOUT, USES_KL, VerlKeys
+from slipstream.deploy.interop.verl.keys import ACTOR, OPTIM, ROLLOUT, VerlKeys
 from slipstream.deploy.interop.verl.rows import Settings, TranslatedKey
 
 _UNBOUNDED_STEPS = 1_000_000
@@ -125,7 +125,7 @@ def _offload(settings: Settings, keys: VerlKeys) -> Iterator[TranslatedKey]:
                 {"learner.moments_dtype": None},
                 "with learner.optimizer_offload_fraction the optimizer is Megatron's",
             )
-    if "weights" in offload and not keys.has_true(*USES_KL) and keys.estimator != "gae":
+    if "weights" in offload and not keys.has_kl and keys.estimator != "gae":
         idle.append("weights")
         yield _follows(
             f"{ACTOR}.fsdp_config.param_offload",

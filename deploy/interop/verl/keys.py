@@ -9,7 +9,6 @@ from slipstream.deploy.interop.verl.hydra import Value
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 MODEL, OPTIM = "actor_rollout_ref.model", f"{ACTOR}.optim"
 MEGATRON = (f"{ACTOR}.megatron", f"{ACTOR}.mindspeed")  # the second takes the first's names
-USES_KL = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 
 
 def below(place: str, names: str) -> str:
@@ -24,7 +23,7 @@ def each(places: Iterable[str], names: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerlKeys:
-    """The keys of verl that were given, without nulls."""
+    """The keys of verl that were given, without nulls. Several names have spaces between them."""
 
     values: Mapping[str, Value]
     home: str = ""  # folder that ~ means; empty leaves ~
@@ -34,24 +33,29 @@ class VerlKeys:
     def __contains__(self, name: str) -> bool:
         return name in self.values
 
-    def get(self, *names: str, default: Value = None) -> Value:
+    def get(self, names: str, *, default: Value = None) -> Value:
         """Return the value of the first of these keys that was given."""
-        return next((self.values[name] for name in names if name in self.values), default)
+        return next((self.values[name] for name in names.split() if name in self.values), default)
 
-    def number(self, *names: str, default: float = 0) -> float:
+    def number(self, names: str, *, default: float = 0) -> float:
         """Return the number of the first of these keys that was given."""
-        value = self.get(*names)
+        value = self.get(names)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return default
         return value if math.isfinite(value) else default
 
-    def integer(self, *names: str, default: int = 0) -> int:
+    def integer(self, names: str, *, default: int = 0) -> int:
         """Return the same as an integer."""
-        return int(self.number(*names, default=default))
+        return int(self.number(names, default=default))
 
-    def has_true(self, *names: str) -> bool:
-        """Return whether any of these is true."""
-        return any(self.get(name) is True for name in names)
+    def has_true(self, names: str) -> bool:
+        """Return whether any of these keys is true."""
+        return any(self.values.get(name) is True for name in names.split())
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether there is a reference policy."""
+        return self.has_true(f"{ACTOR}.use_kl_loss algorithm.use_kl_in_reward")
 
     def path(self, name: Value) -> str:
         """Return a path without ~."""

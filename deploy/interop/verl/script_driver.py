@@ -31,7 +31,7 @@ def main() -> None:
     variables = {"PATH": os.environ["PATH"], **request["variables"]}  # noqa: TID251 the sandbox's
     variables["PATH"] = f"{_PROGRAMS}:{variables['PATH']}"
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)  # daemons become our children
-    command = ["/bin/bash", request["script"]]
+    command = ["/bin/bash", "--", request["script"]]
     with subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2) as script:  # noqa: S603
         code = script.wait()
     while True:

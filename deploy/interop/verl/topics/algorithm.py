@@ -158,7 +158,7 @@ TOPIC.setting(
     kind="renamed",
 )
 def _importance_bounds(value: Value, keys: VerlKeys) -> Counterpart:
-    level = keys.get(f"{_ROLLOUT_CORRECTION}.rollout_is", "algorithm.rollout_is")
+    level = keys.get(f"{_ROLLOUT_CORRECTION}.rollout_is algorithm.rollout_is")
     if not level or _bypassed(keys):
         return nothing("it counts with rollout_is alone")
     bounds = _bounds(value)
@@ -196,7 +196,7 @@ def _normalized(value: Value, keys: VerlKeys) -> Counterpart:
 )
 def _rejection(value: Value, keys: VerlKeys) -> Counterpart:
     place = _ROLLOUT_CORRECTION
-    threshold = keys.get(f"{place}.rollout_rs_threshold", f"{place}.rollout_is_threshold")
+    threshold = keys.get(below(place, "rollout_rs_threshold rollout_is_threshold"))
     bounds = _bounds(threshold if threshold is not None else 2.0)
     if bounds is None:
         return refused(f"rollout_rs_threshold: expected a number or LOW_HIGH, got {threshold!r}")

@@ -8,7 +8,6 @@ from slipstream.deploy.interop.verl.keys import (
     OPTIM,
     REF,
     ROLLOUT,
-    USES_KL,
     VerlKeys,
     below,
     each,
@@ -58,7 +57,7 @@ _parallel(
 
 
 def _ranks(keys: VerlKeys, what: str) -> int:
-    return keys.integer(*each(MEGATRON, f"{what}_model_parallel_size").split(), default=1)
+    return keys.integer(each(MEGATRON, f"{what}_model_parallel_size"), default=1)
 
 
 @_megatron.rule(
@@ -110,7 +109,7 @@ def _offload(what: str) -> Rule:
     def rule(value: Value, keys: VerlKeys) -> Counterpart:
         if value is not True:
             return nothing(OFF)
-        if ".ref." in keys.key and not keys.has_true(*USES_KL):
+        if ".ref." in keys.key and not keys.has_kl:
             return nothing("no reference policy is loaded without a KL")
         on_host = f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload"
         if what == "optimizer" and keys.has_true(on_host):

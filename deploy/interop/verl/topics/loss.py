@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import ACTOR, REF, USES_KL, VerlKeys, below
+from slipstream.deploy.interop.verl.keys import ACTOR, REF, VerlKeys, below
 from slipstream.deploy.interop.verl.rows import (
     OFF,
     Counterpart,
@@ -276,7 +276,7 @@ _ref.dropped(
 
 
 def _without_kl(keys: VerlKeys) -> str:
-    return "" if keys.has_true(*USES_KL) else "no KL, no reference policy"
+    return "" if keys.has_kl else "no KL, no reference policy"
 
 
 _ref.setting(

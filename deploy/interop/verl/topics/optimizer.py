@@ -18,12 +18,12 @@ _SHAPES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 def _total_steps(keys: VerlKeys) -> int:
     """Return the steps of the whole run; 0 is not known."""
-    return max(0, keys.integer("trainer.total_training_steps", f"{OPTIM}.total_training_steps"))
+    return max(0, keys.integer(f"trainer.total_training_steps {OPTIM}.total_training_steps"))
 
 
 def _shape(keys: VerlKeys) -> str:
-    names = below(OPTIM, "lr_scheduler_type warmup_style lr_decay_style").split()
-    return str(keys.get(*names, default="constant"))
+    names = below(OPTIM, "lr_scheduler_type warmup_style lr_decay_style")
+    return str(keys.get(names, default="constant"))
 
 
 _optim.setting("lr", "learner.lr", rules.number)
@@ -201,7 +201,7 @@ def _microbatch_tokens(value: Value, keys: VerlKeys) -> Counterpart:
         return nothing("it counts with use_dynamic_bsz=True alone")
     if not isinstance(value, int) or value < 1:
         return expected("a whole number of tokens", value)
-    parts = keys.integer(*_CONTEXT_PARALLEL.split(), default=1)
+    parts = keys.integer(_CONTEXT_PARALLEL, default=1)
     tokens = max(value * parts, keys.longest)
     note = f"times the {parts} GPUs that divide a sequence" if parts > 1 else ""
     if tokens != value * parts:
@@ -210,15 +210,10 @@ def _microbatch_tokens(value: Value, keys: VerlKeys) -> Counterpart:
     return Counterpart({"learner.max_tokens_per_microbatch": tokens}, kind, note)
 
 
-_CONTEXT_PARALLEL = " ".join(
-    (
-        each(MEGATRON, "context_parallel_size"),
-        below(
-            ACTOR,
-            "ulysses_sequence_parallel_size fsdp_config.ulysses_sequence_parallel_size "
-            "veomni.ulysses_parallel_size automodel_config.cp_size engine.cp",
-        ),
-    )
+_CONTEXT_PARALLEL = f"{each(MEGATRON, 'context_parallel_size')} " + below(
+    ACTOR,
+    "ulysses_sequence_parallel_size fsdp_config.ulysses_sequence_parallel_size "
+    "veomni.ulysses_parallel_size automodel_config.cp_size engine.cp",
 )
 _PACKED = "microbatches are packed by tokens"
 _actor.dropped("use_dynamic_bsz", f"always on: {_PACKED}")

@@ -4,7 +4,7 @@ from functools import partial
 
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
-from slipstream.deploy.interop.verl.keys import VerlKeys, below, each
+from slipstream.deploy.interop.verl.keys import VerlKeys, each
 from slipstream.deploy.interop.verl.rows import OFF, Counterpart, Settings, Topic, nothing, refused
 
 TOPIC = Topic("Rewards")
@@ -39,7 +39,7 @@ _SCORES = {  # verl's scores by data_source, and the reward that reads the same 
 )
 def _function(value: Value, keys: VerlKeys) -> Counterpart:
     if value:
-        name = keys.get(*_NAME.split()) or "compute_score"
+        name = keys.get(_NAME) or "compute_score"
         return Counterpart({"reward.function": f"{keys.path(value)}:{name}"})
     settings: Settings = {"reward.function": f"{_REWARDS}math_answer:score"}
     for source, function in _SCORES.items():
@@ -61,8 +61,8 @@ TOPIC.written_with(
 
 
 def _without_penalty(keys: VerlKeys) -> str:
-    enabled = keys.get(*each(_OVERLONG, "enable").split(), default=True)
-    length = keys.number(*each(_OVERLONG, "len").split())
+    enabled = keys.get(each(_OVERLONG, "enable"), default=True)
+    length = keys.number(each(_OVERLONG, "len"))
     return "the penalty is off" if enabled is False or length <= 0 else ""
 
 
@@ -99,7 +99,7 @@ TOPIC.dropped(
 ).rule("reward_kwargs.**", "reward.options.*", "keyword arguments of the function", kind="kept")
 def _option(value: Value, keys: VerlKeys) -> Counterpart:
     name = keys.key.rpartition("reward_kwargs.")[2]
-    if not keys.get(*_FUNCTION.split()):
+    if not keys.get(_FUNCTION):
         return nothing("an argument of verl's own score, and no function of one's own is named")
     if "." in name:
         return refused("an argument that is a table: write it into [reward.options]")
@@ -124,7 +124,6 @@ def _manager(value: Value, _: VerlKeys) -> Counterpart:
     )
 
 
-_PLACES = ("reward_model", "reward")
 _reward.setting(
     "num_workers", "reward.processes", rules.integer, "child processes of one reward worker"
 )
@@ -152,13 +151,10 @@ TOPIC.dropped(
     "code runs in the sandbox of the reward worker (`slipstream.broker.rewards.code:score`)",
 )
 TOPIC.dropped(
-    f"{each(_PLACES, 'launch_reward_fn_async')} "
-    + below(
-        "reward_model",
-        "use_reward_loop reward_loop_* reward_loop_source reward_loop_module_path "
-        "reward_loop_class_name",
-    )
-    + " reward_manager.** reward.reward_manager.**",
+    "reward_model.launch_reward_fn_async reward.launch_reward_fn_async "
+    "reward_model.use_reward_loop reward_model.reward_loop_* reward_model.reward_loop_source "
+    "reward_model.reward_loop_module_path reward_model.reward_loop_class_name "
+    "reward_manager.** reward.reward_manager.**",
     "answers are scored as they come, by processes of their own",
 )
 TOPIC.dropped(
