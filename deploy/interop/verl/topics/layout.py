@@ -223,6 +223,6 @@ TOPIC.dropped(
         "fsdp_config.** megatron.** mindspeed.** veomni.** automodel_config.** deepspeed.** "
         "torchtitan.** engine.** fsdp_config router_replay.**",
     ),
-    "the learner is Megatron-Core: it replicates weights where FSDP divides them, so a large "
-    "model needs `learner.tensor_parallel` or `pipeline_parallel` (`slipstream memory run.toml`)",
+    "the learner is Megatron-Core: it replicates weights where FSDP divides them, so a large model "
+    "needs `learner.tensor_parallel` or `pipeline_parallel` (`slipstream plan run.toml --memory`)",
 )
