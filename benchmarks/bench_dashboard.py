@@ -20,10 +20,10 @@ from yarl import URL
 
 from benchmarks.bars import Bars
 from slipstream.broker.dashboard.items import RecordedItems
-from slipstream.broker.dashboard.recorder import Recorder
+from slipstream.broker.dashboard.recorder import SnapshotRecorder
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.broker.history.columns import StoredState, encode_json, write_state
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.wire.files.run_folder import PAGE_STATE
@@ -138,7 +138,7 @@ def point(step: int) -> StepPoint:
 def measure_day(bars: Bars) -> None:
     """Take a day's samples at once, then write them and encode what a page loads."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     living = LivingRun(steps=1)
     living.step()
     run = living.status()
@@ -173,7 +173,7 @@ async def _share(viewers: int) -> float:
     run = LivingRun(steps=2_000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recorder = Recorder(
+        recorder = SnapshotRecorder(
             run.status, folder / PAGE_STATE, high_water_bytes=1 << 32, fsync="always"
         )
         seen = run.status()
@@ -212,7 +212,7 @@ async def _share(viewers: int) -> float:
             await page.stop()
 
 
-def _newest_step(recorder: Recorder) -> int:
+def _newest_step(recorder: SnapshotRecorder) -> int:
     """Return the newest learner step that the page was sent."""
     if recorder.snapshot is None:
         raise RuntimeError("the state of the run could not be read")

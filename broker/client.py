@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from slipstream.broker.curve import ping, prove_key
+from slipstream.broker.listening.curve import ping, prove_key
 from slipstream.wire.errors import (
     ConfigError,
     ForbiddenError,

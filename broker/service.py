@@ -14,7 +14,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.broker.config import BrokerSettings
 from slipstream.broker.dashboard.items import RecordedItems
-from slipstream.broker.dashboard.recorder import Recorder, fsync_of
+from slipstream.broker.dashboard.recorder import SnapshotRecorder, fsync_of
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.broker.data.prompts import Prompts, load_prompts
 from slipstream.broker.identity import RunIdentity, write_identity
@@ -28,9 +28,9 @@ from slipstream.broker.startup import StartState, open_records, start_run, start
 from slipstream.broker.store.base import TrajectoryStore
 from slipstream.broker.store.event_log import CountedTrail, FolderTrail, Trail
 from slipstream.broker.store.group_commit import GroupCommitter
-from slipstream.broker.store.opening import open_store, start_private_server
 from slipstream.broker.store.private_server import RedisServer
 from slipstream.broker.store.redis import RedisStore
+from slipstream.broker.store.store_opening import open_store, start_private_server
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import (
@@ -277,9 +277,9 @@ async def _open_dashboard(
     fsync: str,
     missed: Mapping[int, Mapping[str, float]],
     cleanup: AsyncExitStack,
-) -> Recorder:
+) -> SnapshotRecorder:
     folder = settings.run.folder
-    recorder = Recorder(
+    recorder = SnapshotRecorder(
         server.report.status,
         folder / PAGE_STATE,
         letters=server.report.dead_letters,

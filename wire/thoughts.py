@@ -5,7 +5,7 @@ from typing import NamedTuple
 THINK, THINK_ENDS = "<think>", "</think>"
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a text."""
 
     text: str  # with the marks of a thought
@@ -19,7 +19,7 @@ def split_thoughts(
     *,
     is_inside: bool = False,
     is_shared: bool = False,
-) -> list[Part]:
+) -> list[TextPart]:
     """Return the parts of a text in order: together they are the text.
 
     A thought that is never closed reaches to the end, one that is closed more than once to the last
@@ -32,7 +32,7 @@ def split_thoughts(
         is_inside: the text begins in a thought, whether it opens it again or not.
         is_shared: ``end`` closes other parts too.
     """
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     at = 0
     opens = text.find(begin)
     is_closed_first = not is_shared and text.rfind(end, 0, opens if opens >= 0 else len(text)) >= 0
@@ -41,7 +41,7 @@ def split_thoughts(
         opens = at if unopened else text.find(begin, at)
         if opens != at:
             until = opens if opens >= 0 else len(text)
-            parts.append(Part(text[at:until]))
+            parts.append(TextPart(text[at:until]))
             at = until
             continue
         start = at if unopened else at + len(begin)
@@ -51,6 +51,6 @@ def split_thoughts(
             again = text.find(begin, stop)
             stop = text.rfind(end, stop, again if again >= 0 else len(text))
         until = stop + len(end) if stop >= 0 else len(text)
-        parts.append(Part(text[at:until], text[start : stop if stop >= 0 else until]))
+        parts.append(TextPart(text[at:until], text[start : stop if stop >= 0 else until]))
         at = until
     return parts

@@ -1,6 +1,6 @@
 """Rules about publishes, engines, lost work. Pure."""
 
-from slipstream.broker.advisories.view import NUM_WINDOWS, Finding, Level, Rules, View, reading
+from slipstream.broker.advisories.view import NUM_WINDOWS, Finding, Level, Rules, RunView, reading
 from slipstream.wire.messages.weightbus import PublishRecord
 
 PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
@@ -17,7 +17,7 @@ RULES = Rules()
 
 
 @RULES.add
-def _engine_left_out(view: View) -> Finding | None:
+def _engine_left_out(view: RunView) -> Finding | None:
     records = view.status.publish_history[-LEFT_OUT_OF:]
     if not records or not records[-1].failed:
         return None
@@ -39,7 +39,7 @@ def _engine_left_out(view: View) -> Finding | None:
 
 
 @RULES.add
-def _engine_quarantined(view: View) -> Finding | None:
+def _engine_quarantined(view: RunView) -> Finding | None:
     held = [
         (record.version.label, name, why)
         for record in view.status.publish_history[-QUARANTINED_OF:]
@@ -59,7 +59,7 @@ def _engine_quarantined(view: View) -> Finding | None:
 
 
 @RULES.add
-def _publishes_dominating(view: View) -> Finding | None:
+def _publishes_dominating(view: RunView) -> Finding | None:
     records = view.status.publish_history
 
     def measure(end: int) -> float | None:
@@ -90,7 +90,7 @@ def _paused_s(record: PublishRecord) -> float:
 
 
 @RULES.add
-def _dead_letters_growing(view: View) -> Finding | None:
+def _dead_letters_growing(view: RunView) -> Finding | None:
     def measure(end: int) -> float:
         return view.growth("queue:dead_letters", end)
 
@@ -108,7 +108,7 @@ def _dead_letters_growing(view: View) -> Finding | None:
 
 
 @RULES.add
-def _fsync_too_weak(view: View) -> Finding | None:
+def _fsync_too_weak(view: RunView) -> Finding | None:
     fsync = view.history.fsync
     if fsync in {"", "always"}:
         return None

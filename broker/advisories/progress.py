@@ -2,14 +2,14 @@
 
 from itertools import pairwise
 
-from slipstream.broker.advisories.view import WINDOW_S, Finding, Rules, View, duration
+from slipstream.broker.advisories.view import WINDOW_S, Finding, Rules, RunView, duration
 
 RULES = Rules()
 DROPPED_STEPS = 2  # learner steps' groups that are dropped while none gets ready
 
 
 @RULES.add
-def _engine_ahead_of_the_learner(view: View) -> Finding | None:
+def _engine_ahead_of_the_learner(view: RunView) -> Finding | None:
     ahead = {
         one.name: one.adopted.label
         for one in view.generators
@@ -28,7 +28,7 @@ def _engine_ahead_of_the_learner(view: View) -> Finding | None:
 
 
 @RULES.add
-def _work_not_granted(view: View) -> Finding | None:
+def _work_not_granted(view: RunView) -> Finding | None:
     in_flight, unscored = view.stalled("in_flight"), view.stalled("queue:eval_unscored")
     asking = [one for one in view.generators if not one.leases]
     if not in_flight or max(in_flight) or any(unscored) or not asking:
@@ -46,7 +46,7 @@ def _work_not_granted(view: View) -> Finding | None:
 
 
 @RULES.add
-def _every_group_dropped(view: View) -> Finding | None:
+def _every_group_dropped(view: RunView) -> Finding | None:
     ready = view.stalled("queue:ready_groups")
     names = [name for name in view.history.series if name.startswith("dropped:")]
     counts = {name: view.stalled(name) for name in names}
@@ -64,7 +64,7 @@ def _every_group_dropped(view: View) -> Finding | None:
 
 
 @RULES.add
-def _step_without_end(view: View) -> Finding | None:
+def _step_without_end(view: RunView) -> Finding | None:
     slow = view.status.slow_step
     if slow is None:
         return None
@@ -77,7 +77,7 @@ def _step_without_end(view: View) -> Finding | None:
 
 
 @RULES.add
-def _evaluation_waits_for_rewards(view: View) -> Finding | None:
+def _evaluation_waits_for_rewards(view: RunView) -> Finding | None:
     unscored = view.stalled("queue:eval_unscored")
     if not unscored or not unscored[0] or any(b < a for a, b in pairwise(unscored)):
         return None

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from slipstream.broker.advisories.view import FIGURE_STEPS, Finding, Rules, View, known
+from slipstream.broker.advisories.view import FIGURE_STEPS, Finding, Rules, RunView, known
 
 WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
@@ -13,7 +13,7 @@ RULES = Rules()
 
 
 @RULES.add
-def _learner_starved(view: View) -> Finding | None:
+def _learner_starved(view: RunView) -> Finding | None:
     waited = view.reading(view.waited("learner"), WAITED)
     if waited is None:
         return None
@@ -38,7 +38,7 @@ def _learner_starved(view: View) -> Finding | None:
 
 
 @RULES.add
-def _generators_starved(view: View) -> Finding | None:
+def _generators_starved(view: RunView) -> Finding | None:
     waited = view.reading(view.waited("generator"), WAITED)
     if waited is None:
         return None
@@ -63,13 +63,13 @@ def _generators_starved(view: View) -> Finding | None:
     return _of_waiting(view, f"{problem}, {todo}.", setting)
 
 
-def _of_waiting(view: View, text: str, setting: str) -> Finding:
+def _of_waiting(view: RunView, text: str, setting: str) -> Finding:
     """Return a finding about a pool; no warning where its waiting is expected."""
     crowded = view.crowded
     return Finding(text + crowded, setting, "info" if crowded else "warning")
 
 
-def _reward_backlog(view: View) -> float:
+def _reward_backlog(view: RunView) -> float:
     """Return the number of answers waiting for a reward if at least half a batch, else 0."""
     end, status = view.window_ends[0], view.status
     waiting = view.values("queue:waiting_for_reward", end)
@@ -78,7 +78,7 @@ def _reward_backlog(view: View) -> float:
 
 
 @RULES.add
-def _memory_near_the_high_water(view: View) -> Finding | None:
+def _memory_near_the_high_water(view: RunView) -> Finding | None:
     limit = view.history.high_water_bytes
     if not limit:
         return None
@@ -98,7 +98,7 @@ def _memory_near_the_high_water(view: View) -> Finding | None:
 
 
 @RULES.add
-def _kv_thrashing(view: View) -> Finding | None:
+def _kv_thrashing(view: RunView) -> Finding | None:
     def measure(end: int) -> float | None:
         answers = view.growth("answers", end)
         return view.growth("retracted", end) / answers if answers >= ANSWERS else None
@@ -117,7 +117,7 @@ def _kv_thrashing(view: View) -> Finding | None:
 
 
 @RULES.add
-def _uploads_failing(view: View) -> Finding | None:
+def _uploads_failing(view: RunView) -> Finding | None:
     steps = view.history.steps
     failed = known(steps.get("checkpoint/upload_failed", ()))[-FIGURE_STEPS:]
     there = known(steps.get("checkpoint/uploaded_step", ()))

@@ -10,7 +10,7 @@ from slipstream.broker.advisories.view import (
     Column,
     Finding,
     Rules,
-    View,
+    RunView,
     known,
     newest_values,
     reading,
@@ -38,7 +38,7 @@ RULES = Rules()
 
 
 @RULES.add
-def _staleness_at_the_bound(view: View) -> Finding | None:
+def _staleness_at_the_bound(view: RunView) -> Finding | None:
     bound = view.status.max_staleness_steps
     column = view.history.steps.get("staleness/mean", ())
     if bound < 1:
@@ -62,7 +62,7 @@ def _staleness_at_the_bound(view: View) -> Finding | None:
 
 
 @RULES.add
-def _survivorship_bias(view: View) -> Finding | None:
+def _survivorship_bias(view: RunView) -> Finding | None:
     alarm = view.status.survivorship.alarm
     if not alarm:
         return None
@@ -73,7 +73,7 @@ def _survivorship_bias(view: View) -> Finding | None:
 
 
 @RULES.add
-def _reward_collapse(view: View) -> Finding | None:
+def _reward_collapse(view: RunView) -> Finding | None:
     steps = view.history.steps
     rewards = known(steps.get("reward/sampled", ())) or known(steps.get("reward/mean", ()))
     if len(rewards) < LEARNING_STEPS:
@@ -101,7 +101,7 @@ def _reward_collapse(view: View) -> Finding | None:
 
 
 @RULES.add
-def _zero_variance_flood(view: View) -> Finding | None:
+def _zero_variance_flood(view: RunView) -> Finding | None:
     dropped = [name for name in view.history.series if name.startswith("dropped:")]
     needed = FLAT_STEPS * view.status.groups_per_step
 
@@ -121,7 +121,7 @@ def _zero_variance_flood(view: View) -> Finding | None:
 
 
 @RULES.add
-def _histories_rewritten(view: View) -> Finding | None:
+def _histories_rewritten(view: RunView) -> Finding | None:
     column = view.history.steps.get("turns/branched", ())
     found = [role.rewritten for role in view.status.roles if role.rewritten]
 
@@ -142,7 +142,7 @@ def _histories_rewritten(view: View) -> Finding | None:
 
 
 @RULES.add
-def _entropy_collapse(view: View) -> Finding | None:
+def _entropy_collapse(view: RunView) -> Finding | None:
     entropies = known(view.history.steps.get("policy/entropy", ()))
     if len(entropies) < LEARNING_STEPS:
         return None
@@ -164,7 +164,7 @@ def _entropy_collapse(view: View) -> Finding | None:
 
 
 @RULES.add
-def _mismatch_kl_rising_with_lag(view: View) -> Finding | None:
+def _mismatch_kl_rising_with_lag(view: RunView) -> Finding | None:
     steps = view.history.steps
     by_lag = {
         int(lag): column

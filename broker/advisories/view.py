@@ -63,7 +63,7 @@ _BESIDE_WORKERS = 1  # the broker, the relay and reward workers take about one c
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RunView:
     """A run, and the window of rules over time."""
 
     status: RunStatus
@@ -86,7 +86,7 @@ class View:
         )
 
     @classmethod
-    def of(cls, status: RunStatus, history: Trends) -> "View":
+    def of(cls, status: RunStatus, history: Trends) -> "RunView":
         """Return a run as the rules read it."""
         at_s, steps_at_s = history.at_s, history.steps_at_s
         if len(at_s) < WINDOW_ROWS or len(steps_at_s) <= WINDOW_STEPS:
@@ -176,7 +176,7 @@ class View:
         return f"the last {duration(self.window_s)}"
 
 
-Rule: TypeAlias = Callable[[View], Finding | None]
+Rule: TypeAlias = Callable[[RunView], Finding | None]
 
 
 class Rules(dict[str, Rule]):

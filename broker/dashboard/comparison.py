@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slipstream.broker.dashboard.site import FolderReader, Site, json_answer
+from slipstream.broker.dashboard.site import FolderReader, PageServer, json_answer
 from slipstream.broker.history.compare.bootstrap import LEVEL, RESAMPLES, difference_of_means
 from slipstream.broker.history.compare.curves import AXES, Axis, Curve, overlaid, smoothed
 from slipstream.broker.history.compare.runs import ComparedRun, Missing, named, runs_in
@@ -21,7 +21,7 @@ _MAX_NAME = 200  # characters
 _MOST_SMOOTHING = 0.999
 
 
-class Comparison:
+class ComparisonPage:
     """Serves the page of several runs, or of a folder of runs, read when a browser asks."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Comparison:
         found = named(runs_in(parent) if parent is not None else folders)
         self._runs = {run.name: run for run in found}
         self._reader = FolderReader(_READ_S)
-        self._site = Site("compare.html", host=host, port=port)
+        self._site = PageServer("compare.html", host=host, port=port)
         for path, handler in {
             "/runs.json": self._list,
             "/names.json": self._names,

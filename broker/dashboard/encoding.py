@@ -20,7 +20,7 @@ _EVENT_PUBLISHES = 3
 _EVENT_EVALUATIONS = 2
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """The run behind the page: a running one, or the files of a finished one."""
 
     @property
@@ -63,7 +63,7 @@ class _Event(msgspec.Struct):
 class StateEncoder:
     """Encodes /state.json in a thread, once per snapshot for any number of requests."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RunSource) -> None:
         self._source = source
         self._encoding = asyncio.Lock()
         self._kept: tuple[Snapshot, bytes] | None = None
@@ -98,7 +98,7 @@ class EventEncoder:
         self._common = b""
         self._whole: dict[float, bytes] = {}  # by the step that a viewer has
 
-    async def encoded(self, snapshot: Snapshot, step: float, source: Source) -> bytes:
+    async def encoded(self, snapshot: Snapshot, step: float, source: RunSource) -> bytes:
         """Return the event of a snapshot for a viewer with the learner steps up to one."""
         if snapshot is not self._snapshot:
             status = shown_status(

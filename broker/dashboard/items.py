@@ -6,8 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.broker.dashboard.stretches import MAX_STRETCHES, drawn
-from slipstream.broker.history.trajectories import Found, Item, Letter, Row, Sibling, Trajectory
+from slipstream.broker.dashboard.turn_spans import MAX_STRETCHES, drawn
+from slipstream.broker.history.trajectories import (
+    Found,
+    Item,
+    Letter,
+    Sibling,
+    TrainedRow,
+    Trajectory,
+)
 from slipstream.broker.store.item_history import groups_at, trace_group
 from slipstream.wire.files.run_folder import TRAIL, TRAINED
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
@@ -28,7 +35,7 @@ class _Indexed(msgspec.Struct, frozen=True):
     searched: str  # lower case
 
 
-_decoder = msgspec.json.Decoder(Row)
+_decoder = msgspec.json.Decoder(TrainedRow)
 
 
 class RecordedItems:
@@ -112,7 +119,7 @@ class RecordedItems:
             ],
         )
 
-    def _row(self, offset: int) -> Row | None:
+    def _row(self, offset: int) -> TrainedRow | None:
         try:
             with self._path.open("rb") as file:
                 file.seek(offset)

@@ -25,7 +25,7 @@ from slipstream.broker.history.columns import (
     trends_of,
     write_state,
 )
-from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.history import RunHistory, steady_time
 from slipstream.broker.history.table import Row
 from slipstream.broker.history.trajectories import Letter
 from slipstream.broker.report.telemetry import with_newest_steps
@@ -97,7 +97,7 @@ class _Background:
         return bool(done)
 
 
-class Recorder:
+class SnapshotRecorder:
     """Samples the state of a run; many may read the last sample. Use it in one event loop."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Recorder:
         self._write_state = write
         self._errors = ErrorLog()
         stored = claim_state(path)
-        self.history = History.of(stored.history) if stored else History(began_s=self._now())
+        self.history = RunHistory.of(stored.history) if stored else RunHistory(began_s=self._now())
         self.history.shared_cores = shared_cores
         with self._errors.suppress("steps of before the broker's start"):
             self.history.fill(missed, self._now())

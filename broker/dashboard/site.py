@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.door import Door
+from slipstream.broker.dashboard.page_access import PageAccess
 from slipstream.broker.dashboard.recorder import ErrorLog
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.host_names import (
@@ -51,7 +51,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Site:
+class PageServer:
     """Serves one page, the files it needs, and answers; all to requests with its token."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Site:
         self._host = host
         self._port = port
         self.patience_s = patience_s
-        self._door = Door(folder)
+        self._door = PageAccess(folder)
         self.files: Mapping[str, bytes] = {}
         self.errors = ErrorLog()
         self._app = web.Application(middlewares=[self._guard])

@@ -11,13 +11,20 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEncoder
-from slipstream.broker.dashboard.expected import Expected
+from slipstream.broker.dashboard.advice_process import AdviceProcess
+from slipstream.broker.dashboard.encoding import EventEncoder, RunSource, StateEncoder
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.logs import newest_lines
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import Snapshot
-from slipstream.broker.dashboard.site import FolderReader, Site, abort, answer, json_answer, number
+from slipstream.broker.dashboard.site import (
+    FolderReader,
+    PageServer,
+    abort,
+    answer,
+    json_answer,
+    number,
+)
 from slipstream.broker.history.compare.runs import sampling_of
 from slipstream.broker.history.compare.settings_diff import read_settings
 
@@ -34,7 +41,7 @@ class Dashboard:
 
     def __init__(
         self,
-        source: Source,
+        source: RunSource,
         items: RecordedItems,
         *,
         host: str,
@@ -52,10 +59,12 @@ class Dashboard:
         self._items = items
         self._patience_s = patience_s
         self._reader = FolderReader(read_s)
-        self._site = Site("page.html", host=host, port=port, folder=folder, patience_s=patience_s)
+        self._site = PageServer(
+            "page.html", host=host, port=port, folder=folder, patience_s=patience_s
+        )
         self._events_of = EventEncoder()
         self._states = StateEncoder(source)
-        self._expected = Expected(items.folder)
+        self._expected = AdviceProcess(items.folder)
         self.num_viewers = 0  # of the stream
         for path, handler in {
             "/status.json": self._json,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.broker.history.columns import HistoryColumns, StepColumns, TimeColumns
-from slipstream.broker.history.rates import Rates
+from slipstream.broker.history.rates import RunRates
 from slipstream.broker.history.table import Row, Rows, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 
@@ -31,7 +31,7 @@ def steady_time(
     return lambda: began_s + monotonic()
 
 
-class History:
+class RunHistory:
     """Takes samples of the state of a run."""
 
     def __init__(self, *, began_s: float, every_s: float = EVERY_S) -> None:
@@ -47,7 +47,7 @@ class History:
         self.every_steps = 1  # learner steps in a row
         self._time = Table()
         self._steps = Table()
-        self._rates = Rates()
+        self._rates = RunRates()
         self._back_s = 0.0  # by which the clock was set back, as far as it was noticed
         self._sampled_s = -math.inf  # since the run started
         self._step = 0.0  # the newest that is known
@@ -164,7 +164,7 @@ class History:
         )
 
     @classmethod
-    def of(cls, columns: HistoryColumns) -> "History":
+    def of(cls, columns: HistoryColumns) -> "RunHistory":
         """Continue the history that another broker wrote."""
         history = cls(began_s=columns.began_s, every_s=columns.time.every_s)
         history.shared_cores = columns.shared_cores

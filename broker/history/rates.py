@@ -51,7 +51,7 @@ class Seen:
         return min(1.0, max(0.0, seconds / total)) if total > 0 else None
 
 
-class Rates:
+class RunRates:
     """Remembers the last snapshot."""
 
     def __init__(self) -> None:

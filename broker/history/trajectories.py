@@ -6,7 +6,7 @@ from slipstream.broker.store.item_history import Moment
 from slipstream.wire.files.trained_parts import Excerpt
 
 
-class Run(msgspec.Struct, frozen=True):
+class VersionTokens(msgspec.Struct, frozen=True):
     """Tokens from one on were chosen by this version."""
 
     first_token: int
@@ -21,7 +21,7 @@ class TurnTokens(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of rollouts/trained.jsonl, as far as it is shown."""
 
     step: int
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     num_prompt_tokens: int
     token_ids: list[int]
-    version_runs: list[Run]
+    version_runs: list[VersionTokens]
     logprob_diffs: list[float]
     parts: dict[str, float] = {}
     finish_reason: str = ""

@@ -16,7 +16,7 @@ trajectories, counting a group as its ``group_size`` siblings.
 from collections.abc import Callable, Collection, Iterable
 
 from slipstream.broker.ledger.book import Book
-from slipstream.broker.ledger.decisions import Decisions
+from slipstream.broker.ledger.decisions import GroupDecisions
 from slipstream.broker.ledger.events import (
     DropReason,
     Generated,
@@ -62,7 +62,7 @@ class Ledger:
         state: BookState | None = None,
     ) -> None:
         self.book = Book(rules, state)
-        self._decisions = Decisions(self.book)
+        self._decisions = GroupDecisions(self.book)
         self.training = Training(self._decisions, prompt_at)
         self.issuing = Issuing(self._decisions, prompt_at, eval_prompt_at)
         self._terms = LeaseTerms(rules.lease_s, rules.max_lease_s)

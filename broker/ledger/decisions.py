@@ -15,7 +15,7 @@ from slipstream.broker.ledger.groups import NOBODY, Group
 from slipstream.wire.messages.trajectory import TrajectoryKey
 
 
-class Decisions:
+class GroupDecisions:
     """Records decisions as events, in the book and for the store."""
 
     def __init__(self, book: Book) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import islice
 
-from slipstream.broker.ledger.decisions import Decisions
+from slipstream.broker.ledger.decisions import GroupDecisions
 from slipstream.broker.ledger.events import Issued
 from slipstream.broker.ledger.groups import Group
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
@@ -18,7 +18,7 @@ class Issuing:
 
     def __init__(
         self,
-        decisions: Decisions,
+        decisions: GroupDecisions,
         prompt_at: Callable[[int], Prompt],
         eval_prompt_at: Callable[[int], Prompt],
     ) -> None:

@@ -15,7 +15,7 @@ def name_of(holder: str) -> str:
     return holder.partition("@")[0]
 
 
-class Held(Protocol):
+class LeasedWork(Protocol):
     """Leased work."""
 
     @property
@@ -62,7 +62,7 @@ class LeaseTerms:
         self._extension_s += by_s
 
     def extend(
-        self, leases: Mapping[int, Held], holder: str, lease_ids: Iterable[int], now_s: float
+        self, leases: Mapping[int, LeasedWork], holder: str, lease_ids: Iterable[int], now_s: float
     ) -> list[int]:
         """Give a holder's leases a full term; return the ones it no longer has."""
         lost = []

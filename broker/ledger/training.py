@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from slipstream.broker.ledger.admission import NotYet, choose_batch
-from slipstream.broker.ledger.decisions import Decisions
+from slipstream.broker.ledger.decisions import GroupDecisions
 from slipstream.broker.ledger.events import (
     BatchesHeld,
     Delivered,
@@ -32,7 +32,7 @@ Delivery: TypeAlias = list[Group] | NotYet | None  # None: the run is complete
 class Training:
     """The learner's commands. All methods are immediate."""
 
-    def __init__(self, decisions: Decisions, prompt_at: Callable[[int], Prompt]) -> None:
+    def __init__(self, decisions: GroupDecisions, prompt_at: Callable[[int], Prompt]) -> None:
         self._decisions = decisions
         self._book = decisions.book
         self._prompt_at = prompt_at

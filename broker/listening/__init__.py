@@ -1,6 +1,6 @@
-"""Where every process of the product listens: ROUTER sockets, pages, endpoints, ports for health.
+"""Listening sockets of every process: ROUTERs, pages, endpoints, health ports, and CURVE keys.
 
 Before a key is checked a connection can have 64 KiB kept, for seconds; limits leave descriptors.
-Imported by broker.dashboard, broker.main, broker.reward_worker, broker.server, generators, learner
-and weightbus.
+Imported by broker.client, broker.dashboard, broker.main, broker.reward_worker, broker.server,
+generators, learner and weightbus.
 """

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from slipstream.broker.listening.gate import Limit, listening_at
 from slipstream.broker.listening.host_names import known_names, name_of, plain
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 IDLE_S = 60.0  # clients of HTTP close an idle connection before
 _HEAD_S = 10.0  # in which the head of the first request must have come
@@ -74,7 +74,7 @@ class HttpServer:
         self._what = what
         self._head_s = min(_HEAD_S, idle_s)
         self._held: dict[str, set[asyncio.BaseTransport]] = {}  # by key
-        self._rarely = Rarely(_log)
+        self._rarely = RateLimitedLog(_log)
         app.middlewares.insert(0, self._guard)
         app.on_response_prepare.append(_hang_up)
         self._runner = web.AppRunner(
@@ -255,7 +255,7 @@ class _Refusing(asyncio.BaseProtocol):
 
 def _seldom(what: str) -> logging.Logger:
     """Return a logger of what anybody can cause: a line a minute, for garbage a short one."""
-    garbage, failures = Rarely(_log), Rarely(_log)
+    garbage, failures = RateLimitedLog(_log), RateLimitedLog(_log)
     log = logging.Logger(f"{__name__}.requests")  # noqa: LOG001 of this server alone: it has a filter
 
     def passes(record: logging.LogRecord) -> bool:

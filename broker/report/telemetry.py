@@ -16,9 +16,9 @@ from slipstream.broker.ledger.survivorship import survivorship_of
 from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from slipstream.broker.report.publishes import PublishHistory, bounded_members
 from slipstream.broker.report.role_record import RoleRecord
+from slipstream.broker.report.staleness_report import throttle_of
 from slipstream.broker.report.step_watch import StepWatch
 from slipstream.broker.report.summary import means_of
-from slipstream.broker.report.throttled import throttle_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
 from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
 from slipstream.wire.messages.versions import PolicyVersion

@@ -23,7 +23,7 @@ from slipstream.broker.reward_worker.messages import (
 )
 from slipstream.broker.rewards.loading import RewardFunction, load_function
 from slipstream.broker.rewards.outcomes import (
-    Outcome,
+    RewardOutcome,
     all_or_none,
     failure,
     outcome_of,
@@ -217,7 +217,7 @@ def _failed(call: Call, error: BaseException) -> Answered:
     return _same(call, failure(error), failed=not isinstance(error, Unavailable))
 
 
-def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
+def _same(call: Call, outcome: RewardOutcome, *, failed: bool) -> Answered:
     outcomes = (outcome,) * len(call.transcripts)
     return Answered(call_id=call.call_id, outcomes=outcomes, failed=failed)
 

@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome
+from slipstream.broker.rewards.outcomes import FunctionInfo, RewardOutcome
 from slipstream.wire.messages.bounds import ByName, Count, Figure, Several, Text
 from slipstream.wire.messages.trajectory import Json, Transcript
 
@@ -54,7 +54,7 @@ class Answered(_Message, frozen=True):
     """The outcomes of a call, in the order of its transcripts."""
 
     call_id: Count
-    outcomes: Several[Outcome]
+    outcomes: Several[RewardOutcome]
     failed: bool = False  # as a whole, and not by saying Unavailable
 
 

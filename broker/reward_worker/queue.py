@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, by_sibling, score_of
+from slipstream.broker.rewards.outcomes import FunctionInfo, RewardOutcome, by_sibling, score_of
 from slipstream.broker.sandbox.process_table import now_s
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Score, Transcript
@@ -39,7 +39,7 @@ class PendingCall:
             for start, end in pairwise(ends)
         ]
 
-    def deliver(self, outcomes: Sequence[Outcome], function: FunctionInfo) -> None:
+    def deliver(self, outcomes: Sequence[RewardOutcome], function: FunctionInfo) -> None:
         """Give every answer its score."""
         for (item, transcript), outcome in zip(self.work, outcomes, strict=True):
             self.request.scores.put_nowait(score_of(item, transcript, outcome, function))

@@ -72,7 +72,7 @@ def encode(value: Any, keep: dict[int, Any] | None = None) -> Any:  # noqa: ANN4
     for kind in (int, float, str):
         if isinstance(value, kind):  # of a class of the answer's
             return kind(value)
-    if isinstance(value, Remote):
+    if isinstance(value, RemoteValue):
         return ["kept", value._number]
     if keep is None:
         raise TypeError(f"cannot pass a {type(value).__name__} to the answer's functions")
@@ -104,7 +104,7 @@ def decode(data: Any, kept: Any) -> Any:  # noqa: ANN401
 # ---- the tester ----------------------------------------------------------------
 
 
-class Answer:
+class AnswerProcess:
     """The process that holds the answer, as the tester sees it."""
 
     def __init__(self, test_s: float) -> None:
@@ -171,8 +171,8 @@ class Answer:
             os.waitpid(self._pid, 0)
             self._pid = 0
 
-    def _remote(self, number: int) -> Remote:
-        return Remote(self, number)
+    def _remote(self, number: int) -> RemoteValue:
+        return RemoteValue(self, number)
 
     def _start(self) -> None:
         nothing = os.open("/dev/null", os.O_RDWR)
@@ -251,12 +251,12 @@ def stat_of(path: str) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
-class Remote:
+class RemoteValue:
     """A value that lives in the answer's process."""
 
     __slots__ = ("_answer", "_number")
 
-    def __init__(self, answer: Answer, number: int | str) -> None:
+    def __init__(self, answer: AnswerProcess, number: int | str) -> None:
         self._answer, self._number = answer, number
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401, D102
@@ -307,7 +307,7 @@ def replace_content(old: Any, new: Any) -> None:  # noqa: ANN401
         old.update(new)
 
 
-def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
+def names_for_tests(answer: AnswerProcess, function: str = "") -> dict[str, Any]:
     """Return the answer's names for the tests. Built-ins and modules are always ours.
 
     Of its own names that is ``function`` alone, where one is given: any other that a test uses and
@@ -326,11 +326,11 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
         elif name.startswith("__") or hasattr(builtins, name):
             continue
         elif name == function or not function:
-            visible[name] = Remote(answer, name)
+            visible[name] = RemoteValue(answer, name)
     return visible
 
 
-def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
+def run_calls(answer: AnswerProcess, tests: dict[str, Any]) -> None:
     """Call the function with each list of arguments; write the results."""
     for index, arguments in enumerate(tests["calls"]):
         try:
@@ -344,7 +344,7 @@ def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
             send({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
 
 
-def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
+def run_statements(answer: AnswerProcess, tests: dict[str, Any]) -> None:
     """Run test texts, each in names of its own; write of each test if it passed."""
     index = 0
     for text in tests["texts"]:
@@ -471,7 +471,7 @@ def main() -> None:
         serve()
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     tests = json.loads(sys.stdin.buffer.read())
-    answer = Answer(tests["test_s"])
+    answer = AnswerProcess(tests["test_s"])
     (run_calls if "calls" in tests else run_statements)(answer, tests)
     answer.stop()
 

@@ -55,7 +55,7 @@ class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
     takes: Takes = "answer"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RewardOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of one answer: a reward, or the reason why there is none."""
 
     reward: Reward | None = None
@@ -65,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Count = 0  # parts past the first MAX_PARTS
 
 
-def outcome_of(result: object, num_turns: int = 1) -> Outcome:
+def outcome_of(result: object, num_turns: int = 1) -> RewardOutcome:
     """Return the outcome of one result about an answer of so many turns.
 
     It is a finite number, or a mapping with a finite ``score``, or with ``turn_rewards``, whose sum
@@ -103,7 +103,7 @@ def outcome_of(result: object, num_turns: int = 1) -> Outcome:
         and (number := finite(part)) is not None
     }
     kept = dict(islice(numbers.items(), MAX_PARTS))
-    return Outcome(
+    return RewardOutcome(
         reward=reward,
         parts=kept,
         turn_rewards=tuple(turn_rewards),
@@ -111,7 +111,7 @@ def outcome_of(result: object, num_turns: int = 1) -> Outcome:
     )
 
 
-def outcomes_of(results: object, num_turns: Sequence[int]) -> list[Outcome]:
+def outcomes_of(results: object, num_turns: Sequence[int]) -> list[RewardOutcome]:
     """Return the outcomes of the results of answers of so many turns each.
 
     Raises:
@@ -139,7 +139,7 @@ def _listed(values: object, most: int) -> list[object] | None:
     return list(islice(values, most))
 
 
-def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def all_or_none(outcomes: Sequence[RewardOutcome]) -> list[RewardOutcome]:
     """Return the outcomes of a group; if one is missing, none is trusted."""
     for number, outcome in enumerate(outcomes, start=1):
         if outcome.reward is None:
@@ -148,7 +148,7 @@ def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return list(outcomes)
 
 
-def failure(error: BaseException) -> Outcome:
+def failure(error: BaseException) -> RewardOutcome:
     """Return the outcome of an exception of a reward function."""
     if isinstance(error, InvalidResultsError):
         return unavailable(_text_of(error))
@@ -159,14 +159,14 @@ def failure(error: BaseException) -> Outcome:
     return unavailable(f"{text[: MAX_REASON - len(place)]}{place}")
 
 
-def unavailable(reason: str) -> Outcome:
+def unavailable(reason: str) -> RewardOutcome:
     """Return that there is no reward, and why; never a reward of 0."""
     readable = reason.encode(errors="backslashreplace").decode()  # lone surrogates do not travel
-    return Outcome(unavailable=readable[:MAX_REASON])
+    return RewardOutcome(unavailable=readable[:MAX_REASON])
 
 
 def score_of(
-    item: ScoringItem, transcript: Transcript, outcome: Outcome, function: FunctionInfo
+    item: ScoringItem, transcript: Transcript, outcome: RewardOutcome, function: FunctionInfo
 ) -> Score:
     """Return the score of one answer as the broker gets it."""
     excerpt = transcript.response[:MAX_EXCERPT] if outcome.unavailable else ""

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from slipstream.broker.rewards.loading import RewardFunction, load_function, load_reader
-from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
+from slipstream.broker.rewards.outcomes import RewardOutcome, failure, outcome_of
 from slipstream.broker.rewards.sdk import Reader, Transcript, Unavailable, reward
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
@@ -134,7 +134,7 @@ class Weighted:
             _check(part, outcome)
         return self._sum(outcomes)
 
-    def _sum(self, outcomes: Sequence[Outcome]) -> _Sum:
+    def _sum(self, outcomes: Sequence[RewardOutcome]) -> _Sum:
         total = unshaped = 0.0
         values: dict[str, float] = {}
         details: dict[str, float] = {}
@@ -159,7 +159,7 @@ class Weighted:
         return found
 
 
-async def _outcome(part: _Part, transcript: Transcript) -> Outcome:
+async def _outcome(part: _Part, transcript: Transcript) -> RewardOutcome:
     try:
         result = part.function.call([transcript])
         value = await result if isinstance(result, Awaitable) else result
@@ -168,7 +168,7 @@ async def _outcome(part: _Part, transcript: Transcript) -> Outcome:
         return failure(error)
 
 
-def _check(part: _Part, outcome: Outcome) -> None:
+def _check(part: _Part, outcome: RewardOutcome) -> None:
     if outcome.reward is None:
         raise Unavailable(f"{part.name}: {outcome.unavailable}")
 

@@ -12,9 +12,9 @@ from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.server.keyring import KeyRing
-from slipstream.broker.server.reply import Reply
+from slipstream.broker.server.reply import BrokerReply
 from slipstream.broker.server.router import Peer
-from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.server.sessions import ClientSession, Sessions
 from slipstream.wire.errors import RefusedError, SlowDownError
 from slipstream.wire.messages.broker import (
     Done,
@@ -65,12 +65,12 @@ class Clients:
         known = {*self._leases.holders, self._ledger.book.state.learner}
         return any(name_of(one) == name and one != holder for one in known)
 
-    def handle(self, session: Session, request: ClientRequest) -> Reply:
+    def handle(self, session: ClientSession, request: ClientRequest) -> BrokerReply:
         """Carry out a request."""
         match request:
             case Heartbeat(lease_ids=lease_ids):
                 lost = self._leases.extend(session.holder, lease_ids, now_s=self._now())
-                return Reply(HeartbeatAnswer(lost=lost))
+                return BrokerReply(HeartbeatAnswer(lost=lost))
             case Goodbye(is_stopped=is_stopped):
                 if session.holder == self._ledger.book.state.learner:
                     self._ledger.training.leave(is_stopped=is_stopped)
@@ -78,9 +78,9 @@ class Clients:
                 self._report.telemetry.left(session.name)
             case _:
                 assert_never(request)
-        return Reply(Done())
+        return BrokerReply(Done())
 
-    def hello(self, peer: Peer, hello: Hello) -> Reply:
+    def hello(self, peer: Peer, hello: Hello) -> BrokerReply:
         """Register a connection, and take back the leases of an earlier process of this name.
 
         Raises:
@@ -103,7 +103,7 @@ class Clients:
             heartbeat_s=book.rules.lease_s / 4,
             run_id=book.state.run_id,
         )
-        return Reply(welcome)
+        return BrokerReply(welcome)
 
     def refuse_other_run(self, run_id: str) -> None:
         """Refuse requests from another run of the same name."""

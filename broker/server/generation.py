@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.ledger.scoring_queue import MAX_GRANTED_BYTES
-from slipstream.broker.server.reply import Reply, log_text
-from slipstream.broker.server.scoring import Scoring
-from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.server.reply import BrokerReply, log_text
+from slipstream.broker.server.scoring import ScoringHandler
+from slipstream.broker.server.sessions import ClientSession, Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.broker.store.payload_cache import FrameCache
 from slipstream.wire.errors import ProtocolError, RefusedError
@@ -34,7 +34,7 @@ _HEAD_BYTES = 1_024  # of msgpack around arrays and texts
 GenerationRequest: TypeAlias = SubmitTrajectory | RejectPrompt | ReleaseLease
 
 
-class Generation:
+class GenerationHandler:
     """Answers generators."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Generation:
         leases: LeaseBook,
         frames: FrameCache,
         sessions: Sessions,
-        scoring: Scoring,
+        scoring: ScoringHandler,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -54,8 +54,8 @@ class Generation:
         self._now = now
 
     def handle(
-        self, session: Session, request: GenerationRequest, frames: Sequence[Frame]
-    ) -> Reply:
+        self, session: ClientSession, request: GenerationRequest, frames: Sequence[Frame]
+    ) -> BrokerReply:
         """Carry out a request."""
         match request:
             case SubmitTrajectory():
@@ -69,9 +69,9 @@ class Generation:
                     _log.warning("%s handed back lease %d: %s", session.name, lease_id, text)
             case _:
                 assert_never(request)
-        return Reply(Done())
+        return BrokerReply(Done())
 
-    def lease(self, session: Session, request: LeaseGroups) -> Reply | None:
+    def lease(self, session: ClientSession, request: LeaseGroups) -> BrokerReply | None:
         """Grant groups; None while there is nothing to grant."""
         groups = []
         if self._sessions.is_current(session):
@@ -85,15 +85,15 @@ class Generation:
                 )
             if not groups and not self._ledger.book.over:
                 return None
-        return Reply(GroupsLeased(groups=tuple(groups), finished=self._ledger.book.over))
+        return BrokerReply(GroupsLeased(groups=tuple(groups), finished=self._ledger.book.over))
 
-    def no_work(self, _session: Session, _request: LeaseGroups) -> Reply:
+    def no_work(self, _session: ClientSession, _request: LeaseGroups) -> BrokerReply:
         """Answer a generator that has waited long enough."""
-        return Reply(GroupsLeased(groups=(), finished=self._ledger.book.over))
+        return BrokerReply(GroupsLeased(groups=(), finished=self._ledger.book.over))
 
     def _submit(
-        self, session: Session, request: SubmitTrajectory, frames: Sequence[Frame]
-    ) -> Reply:
+        self, session: ClientSession, request: SubmitTrajectory, frames: Sequence[Frame]
+    ) -> BrokerReply:
         header = request.header
         expect_frames(frames, 3 if header.turns else 2, "SubmitTrajectory")
         _refuse_larger(header, frames, self._ledger.book.rules.max_token_bytes)
@@ -109,7 +109,7 @@ class Generation:
         stored = StoredTrajectory(payload=frames[0], transcript=encode(transcript))
         group = self._leases.submit(session.holder, header, stored.num_bytes)
         if group is None:
-            return Reply(Done())
+            return BrokerReply(Done())
         if group.item == "eval":
             self._frames.pin(key, stored)
         else:
@@ -117,7 +117,7 @@ class Generation:
         if request.score is not None:
             score = replace(request.score, group_id=key[0], sibling=key[1])
             self._scoring.take(session, score)
-        return Reply(Done(), put={key: stored})
+        return BrokerReply(Done(), put={key: stored})
 
 
 def most_bytes(header: TrajectoryHeader, max_token_bytes: int) -> dict[str, int]:

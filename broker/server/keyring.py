@@ -31,7 +31,7 @@ _ALSO: dict[Role, tuple[Role, ...]] = {
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class KeyHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Name and role that a key was made for."""
 
     name: str
@@ -59,17 +59,17 @@ class KeyRing:
     def __init__(self, folder: Path) -> None:
         """Read the keys that are there."""
         self.folder = folder
-        self._by_public: dict[str, Holder] = {}
+        self._by_public: dict[str, KeyHolder] = {}
         self._seen: list[tuple[str, int, int]] | None = None
         self.discarded: frozenset[str] = frozenset()  # keys that were revoked with --discard
         self.refresh()
 
-    def holder(self, public: str) -> Holder | None:
+    def holder(self, public: str) -> KeyHolder | None:
         """Return the holder of a public key; None if unknown or revoked."""
         return self._by_public.get(public)
 
     @property
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[KeyHolder]:
         """Holders that may connect."""
         return list(self._by_public.values())
 
@@ -77,7 +77,7 @@ class KeyRing:
         """True if a connection that proved this key (in Z85) is accepted; for zmq.auth."""
         return key.decode() in self._by_public
 
-    def refresh(self) -> list[Holder]:
+    def refresh(self) -> list[KeyHolder]:
         """Read the folder again if it has changed; return whose keys were revoked.
 
         Raises:
@@ -183,12 +183,12 @@ def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
     (folder / "clients" / f"{name}.key").unlink(missing_ok=True)
 
 
-def holders(folder: Path, place: str = "authorized") -> list[Holder]:
+def holders(folder: Path, place: str = "authorized") -> list[KeyHolder]:
     """Return the holders of keys, by name. Other files are logged and left out."""
     found = []
     for path in sorted((folder / place).glob("*.toml")):
         try:
-            found.append(msgspec.toml.decode(path.read_bytes(), type=Holder))
+            found.append(msgspec.toml.decode(path.read_bytes(), type=KeyHolder))
         except FileNotFoundError:
             continue  # revoked at this moment
         except (ValueError, *UNREADABLE) as error:

@@ -12,10 +12,10 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.ledger.view import describe_wait
 from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_report import RunReport
-from slipstream.broker.report.throttled import throttle_figures
+from slipstream.broker.report.staleness_report import throttle_figures
 from slipstream.broker.server.clients import Clients
-from slipstream.broker.server.reply import HelloFirstError, Later, Outcome, Reply, log_text
-from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.server.reply import BrokerReply, HelloFirstError, Later, Outcome, log_text
+from slipstream.broker.server.sessions import ClientSession, Sessions
 from slipstream.broker.store.payload_cache import FrameCache
 from slipstream.wire.errors import ForbiddenError, RefusedError, SlowDownError
 from slipstream.wire.messages.broker import (
@@ -35,17 +35,17 @@ from slipstream.wire.messages.broker import (
     TakeOver,
     TookOver,
 )
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
-_unwritten = Rarely(_log, logging.ERROR)
+_unwritten = RateLimitedLog(_log, logging.ERROR)
 
 LearnerRequest: TypeAlias = (
     TakeOver | FetchPayloads | StepCommit | RejectBatch | SealSteps | GetLedgerSnapshot
 )
 
 
-class Learner:
+class LearnerHandler:
     """Answers the learner."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Learner:
         self._on_epoch = on_epoch
         self._persist = persist
 
-    def handle(self, session: Session, request: LearnerRequest) -> Outcome:
+    def handle(self, session: ClientSession, request: LearnerRequest) -> Outcome:
         """Carry out a request.
 
         Raises:
@@ -80,13 +80,13 @@ class Learner:
             self._refuse_others(session, request)
         match request:
             case TakeOver():
-                return Reply(self._take_over(session, request))
+                return BrokerReply(self._take_over(session, request))
             case FetchPayloads():
                 return self._fetch(request)
             case StepCommit():
                 if self._report.records.wants_batches:
                     return Later(self._record_and_commit(request))
-                return Reply(self._commit(request))
+                return BrokerReply(self._commit(request))
             case RejectBatch(step=step, reason=reason, groups=groups, detail=detail):
                 _log.warning("step %d was not trained: %s (%s)", step, reason, log_text(detail))
                 self._training.reject_batch(request.version, step, reason, groups)
@@ -94,12 +94,14 @@ class Learner:
                 self._training.seal(version, step, oldest_kept)
             case GetLedgerSnapshot(version=version):
                 state = self._training.snapshot(version)
-                return Reply(LedgerSnapshotAnswer(data=encode_state(state)))
+                return BrokerReply(LedgerSnapshotAnswer(data=encode_state(state)))
             case _:
                 assert_never(request)
-        return Reply(Done())
+        return BrokerReply(Done())
 
-    def _refuse_others(self, session: Session, request: LearnerRequest | RequestBatch) -> None:
+    def _refuse_others(
+        self, session: ClientSession, request: LearnerRequest | RequestBatch
+    ) -> None:
         """Refuse what is for the learner that took over."""
         trains = self._book.state.learner
         if _taken_by(session) != trains:
@@ -111,7 +113,7 @@ class Learner:
 
     # ---- epochs --------------------------------------------------------------
 
-    def _take_over(self, session: Session, request: TakeOver) -> TookOver:
+    def _take_over(self, session: ClientSession, request: TakeOver) -> TookOver:
         before, epoch = self._book.step, self._book.version.epoch
         learner = _taken_by(session)
         if session.peer.key and not learner:
@@ -140,24 +142,26 @@ class Learner:
 
     # ---- batches -------------------------------------------------------------
 
-    def batch(self, session: Session, request: RequestBatch) -> Reply | None:
+    def batch(self, session: ClientSession, request: RequestBatch) -> BrokerReply | None:
         """Deliver the batch of a step; None while it is not ready."""
         answer = self._batch(session, request)
-        return None if isinstance(answer, NotYet) else Reply(answer)
+        return None if isinstance(answer, NotYet) else BrokerReply(answer)
 
-    def no_batch(self, session: Session, request: RequestBatch) -> Reply:
+    def no_batch(self, session: ClientSession, request: RequestBatch) -> BrokerReply:
         """Answer a learner that has waited long enough with the reason its batch waits."""
         batch = self._batch(session, request)
         if not isinstance(batch, NotYet):
-            return Reply(batch)
+            return BrokerReply(batch)
         waiting_for = self._training.waiting_for(batch)
         reason = describe_wait(self._book, waiting_for, trouble=self._trouble.summary())
         self._waits_for(request.step, reason)
         last_step = self._book.state.last_step
-        return Reply(BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=last_step))
+        return BrokerReply(
+            BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=last_step)
+        )
 
     def _batch(
-        self, session: Session, request: RequestBatch
+        self, session: ClientSession, request: RequestBatch
     ) -> BatchDelivered | RunComplete | NotYet:
         if not self._sessions.is_current(session):
             raise HelloFirstError("send a hello first")
@@ -186,31 +190,31 @@ class Learner:
         found = [one for key in request.keys if (one := self._frames.get(key))]
         if len(found) < len(request.keys):
             return Later(self._load(request))
-        return Reply(Payloads(num_frames=len(found)), [one.payload for one in found])
+        return BrokerReply(Payloads(num_frames=len(found)), [one.payload for one in found])
 
-    async def _load(self, request: FetchPayloads) -> Reply:
+    async def _load(self, request: FetchPayloads) -> BrokerReply:
         found = await self._frames.load(request.keys)
         gone = [key for key in request.keys if key not in found]
         if gone:
             raise RefusedError(f"the payload of trajectory {gone[0][0]}/{gone[0][1]} is gone")
         frames = [found[key].payload for key in request.keys]
-        return Reply(Payloads(num_frames=len(frames)), frames)
+        return BrokerReply(Payloads(num_frames=len(frames)), frames)
 
     # ---- commits -------------------------------------------------------------
 
-    async def _record_and_commit(self, request: StepCommit) -> Reply:
+    async def _record_and_commit(self, request: StepCommit) -> BrokerReply:
         """Keep the batch whole before its payloads may go."""
         step = request.version.step - 1
         ids = self._book.state.batches.get(step, ())
         batch = [self._book.groups[group_id] for group_id in ids]
         found = await self._frames.load(key for group in batch for key in group.trajectory_keys())
         if request.version == self._book.version:
-            return Reply(self._commit(request))  # repeated request: it is being recorded
+            return BrokerReply(self._commit(request))  # repeated request: it is being recorded
         answer = self._commit(request)
         self._persist()  # before anything else that happens
         frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]
         await self._report.records.batch(step, list(zip(batch, frames, strict=True)))
-        return Reply(answer)
+        return BrokerReply(answer)
 
     def _commit(self, request: StepCommit) -> StepCommitted:
         before = self._book.step
@@ -233,5 +237,5 @@ class Learner:
         return StepCommitted(evaluations=tuple(state.eval_points), last_step=state.last_step)
 
 
-def _taken_by(session: Session) -> str:
+def _taken_by(session: ClientSession) -> str:
     return session.holder if session.incarnation else ""

@@ -24,18 +24,18 @@ from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.clients import ClientRequest, Clients
-from slipstream.broker.server.generation import Generation, GenerationRequest
+from slipstream.broker.server.generation import GenerationHandler, GenerationRequest
 from slipstream.broker.server.keyring import BrokerKey, KeyRing
-from slipstream.broker.server.learner import Learner, LearnerRequest
+from slipstream.broker.server.learner import LearnerHandler, LearnerRequest
 from slipstream.broker.server.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
-from slipstream.broker.server.operators import Operators
+from slipstream.broker.server.operators import OperatorHandler
 from slipstream.broker.server.pending import PendingRequest, PendingRequests
 from slipstream.broker.server.permissions import may_send
-from slipstream.broker.server.refusals import Refusals
-from slipstream.broker.server.reply import ANSWERED, HelloFirstError, Later, Outcome, Reply
-from slipstream.broker.server.router import Peer, Router
-from slipstream.broker.server.scoring import Scoring
-from slipstream.broker.server.sessions import Session
+from slipstream.broker.server.refusals import ErrorAnswers
+from slipstream.broker.server.reply import ANSWERED, BrokerReply, HelloFirstError, Later, Outcome
+from slipstream.broker.server.router import EventLoopRouter, Peer
+from slipstream.broker.server.scoring import ScoringHandler
+from slipstream.broker.server.sessions import ClientSession
 from slipstream.broker.store.base import StoredTrajectory, TrajectoryStore
 from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter
@@ -117,7 +117,7 @@ class BrokerServer:
         self._trail = trail or Trail()
         self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._on_flood)
         self._now = now
-        self._routers: list[Router] = []
+        self._routers: list[EventLoopRouter] = []
         self._settling: asyncio.Handle | None = None
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
@@ -142,10 +142,14 @@ class BrokerServer:
         clients = Clients(ledger, leases, self.report, keys, now)
         sessions = clients.sessions
         self._leases, self._clients, self._sessions = leases, clients, sessions
-        self._refusals = Refusals(telemetry, sessions, now)
-        self._scoring = Scoring(ledger.book, leases, self.frames, sessions, records, trouble, now)
-        self._generation = Generation(ledger, leases, self.frames, sessions, self._scoring, now)
-        self._learner = Learner(
+        self._refusals = ErrorAnswers(telemetry, sessions, now)
+        self._scoring = ScoringHandler(
+            ledger.book, leases, self.frames, sessions, records, trouble, now
+        )
+        self._generation = GenerationHandler(
+            ledger, leases, self.frames, sessions, self._scoring, now
+        )
+        self._learner = LearnerHandler(
             ledger,
             self.frames,
             sessions,
@@ -155,7 +159,7 @@ class BrokerServer:
             on_epoch=on_epoch,
             persist=self._persist,
         )
-        self._operators = Operators(ledger, clients, self.report)
+        self._operators = OperatorHandler(ledger, clients, self.report)
         self.pending_groups: PendingRequests[LeaseGroups] = PendingRequests(
             self._generation.lease, self._generation.no_work, self._finish
         )
@@ -213,7 +217,9 @@ class BrokerServer:
         self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes, limit: Limit
     ) -> None:
         self._routers.append(
-            Router(context, endpoint, on_message=self._receive, secret_key=secret, limit=limit)
+            EventLoopRouter(
+                context, endpoint, on_message=self._receive, secret_key=secret, limit=limit
+            )
         )
 
     @property
@@ -246,7 +252,7 @@ class BrokerServer:
         if not 3 <= len(frames) <= self._most_pieces or len(frames[0]) > _MAX_ID_BYTES:
             self.telemetry.rejected["malformed"] += 1
             if len(frames) == 2 and len(frames[0]) <= _MAX_ID_BYTES:
-                self._answer(peer, frames[0].bytes, Reply(_OLD_REVISION))
+                self._answer(peer, frames[0].bytes, BrokerReply(_OLD_REVISION))
             return
         request_id = frames[0].bytes
         try:
@@ -262,7 +268,9 @@ class BrokerServer:
         else:
             self._answer(peer, request_id, reply)
 
-    def _admit(self, peer: Peer, frames: Sequence[zmq.Frame]) -> tuple[Session | None, list[Frame]]:
+    def _admit(
+        self, peer: Peer, frames: Sequence[zmq.Frame]
+    ) -> tuple[ClientSession | None, list[Frame]]:
         """Return the session of a message, the body of its request, and the frames attached to it.
 
         The session is None without a hello on this connection.
@@ -294,11 +302,11 @@ class BrokerServer:
     def _dispatch(
         self,
         peer: Peer,
-        session: Session | None,
+        session: ClientSession | None,
         request_id: bytes,
         request: Request,
         frames: Sequence[Frame],
-    ) -> Reply | None:
+    ) -> BrokerReply | None:
         """Have a request carried out; return its answer, or None if it comes later."""
         if isinstance(request, Hello):
             expect_frames(frames, 0, "Hello")
@@ -313,7 +321,7 @@ class BrokerServer:
             return self._scoring.handle(session, request)
         if isinstance(request, LearnerRequest):
             outcome = self._learner.handle(session, request)
-            if isinstance(outcome, Reply):
+            if isinstance(outcome, BrokerReply):
                 return outcome
             self._spawn(session, request_id, outcome)
             return None
@@ -326,8 +334,8 @@ class BrokerServer:
         return self._operators.handle(session, request)
 
     def _permitted(
-        self, session: Session | None, request: Request, frames: Sequence[Frame]
-    ) -> Session:
+        self, session: ClientSession | None, request: Request, frames: Sequence[Frame]
+    ) -> ClientSession:
         """Return the session of a request, if its role may send it.
 
         Raises:
@@ -347,7 +355,7 @@ class BrokerServer:
 
     def _wait(
         self,
-        session: Session,
+        session: ClientSession,
         request_id: bytes,
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
@@ -380,7 +388,9 @@ class BrokerServer:
 
     # ---- answer --------------------------------------------------------------
 
-    def _finish(self, session: Session, request_id: bytes, outcome: Outcome | Exception) -> None:
+    def _finish(
+        self, session: ClientSession, request_id: bytes, outcome: Outcome | Exception
+    ) -> None:
         """Answer a request that waited."""
         try:
             if isinstance(outcome, Later):
@@ -395,7 +405,7 @@ class BrokerServer:
         )
         self._answer(session.peer, request_id, reply)
 
-    def _answer(self, peer: Peer, request_id: bytes, reply: Reply) -> None:
+    def _answer(self, peer: Peer, request_id: bytes, reply: BrokerReply) -> None:
         """Send an answer as soon as everything that it may rest on is durable."""
         frames = [request_id, encode(reply.answer), *reply.frames]
         self._persist(reply.put, lambda: self._send(peer, frames, reply.answer))
@@ -407,7 +417,7 @@ class BrokerServer:
         self._leases.undelivered(answer)
         self._persist()
 
-    def _spawn(self, session: Session, request_id: bytes, later: Later) -> None:
+    def _spawn(self, session: ClientSession, request_id: bytes, later: Later) -> None:
         """Answer when a job is done that waits for the store."""
         holder = session.holder
         if self._jobs is None or self._jobs_of[holder] >= MAX_JOBS:

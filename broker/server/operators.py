@@ -8,8 +8,8 @@ from slipstream.broker.ledger.state import MAX_DEAD_LETTERS
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.broker.server.clients import Clients
-from slipstream.broker.server.reply import Reply
-from slipstream.broker.server.sessions import Session
+from slipstream.broker.server.reply import BrokerReply
+from slipstream.broker.server.sessions import ClientSession
 from slipstream.wire.errors import ForbiddenError, RefusedError
 from slipstream.wire.messages.broker import (
     DeadLetters,
@@ -48,7 +48,7 @@ Request: TypeAlias = (
 )
 
 
-class Operators:
+class OperatorHandler:
     """Answers observers and operators, and takes the reports of roles."""
 
     def __init__(self, ledger: Ledger, clients: Clients, report: RunReport) -> None:
@@ -58,7 +58,7 @@ class Operators:
         self._relay = RelayPlace(is_known=False)
         self._relay_of = ""  # the learner that took over when it was named
 
-    def handle(self, session: Session, request: Request) -> Reply:
+    def handle(self, session: ClientSession, request: Request) -> BrokerReply:
         """Carry out a request."""
         telemetry = self._report.telemetry
         match request:
@@ -71,13 +71,13 @@ class Operators:
             case FindRelay():
                 trains = _key_of(self._ledger.book.state.learner)
                 is_named = _key_of(self._relay_of) == trains
-                return Reply(self._relay if is_named else RelayPlace(is_known=False))
+                return BrokerReply(self._relay if is_named else RelayPlace(is_known=False))
             case GetStatus(newest_steps=count):
                 status = with_newest_steps(self._report.status(), count)
-                return Reply(StatusAnswer(status=status))
+                return BrokerReply(StatusAnswer(status=status))
             case GetLedger(num_items=num_items):
                 view = self._report.account(max(0, min(num_items, _MAX_ITEMS)))
-                return Reply(LedgerAnswer(view=view))
+                return BrokerReply(LedgerAnswer(view=view))
             case GetDeadLetters(after=after, limit=limit):
                 state = self._ledger.book.state
                 letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
@@ -87,18 +87,18 @@ class Operators:
                     total=len(letters),
                     forgotten=state.letters_forgotten,
                 )
-                return Reply(answer)
+                return BrokerReply(answer)
             case RetryDeadLetters(groups=groups):
                 done, refused = self._ledger.retry(_not_too_many(groups))
-                return Reply(DeadLettersHandled(done=done, refused=refused))
+                return BrokerReply(DeadLettersHandled(done=done, refused=refused))
             case DropDeadLetters(groups=groups):
                 done, refused = self._ledger.drop_letters(_not_too_many(groups))
-                return Reply(DeadLettersHandled(done=done, refused=refused))
+                return BrokerReply(DeadLettersHandled(done=done, refused=refused))
             case _:
                 assert_never(request)
-        return Reply(Done())
+        return BrokerReply(Done())
 
-    def _reported(self, relay: Session, report: PublishReport | RelayReport) -> Reply:
+    def _reported(self, relay: ClientSession, report: PublishReport | RelayReport) -> BrokerReply:
         """Take what the relay of the learner that took over says; before that nothing of it counts.
 
         Raises:
@@ -112,13 +112,13 @@ class Operators:
         if isinstance(report, PublishReport):
             if trains:
                 telemetry.published(report.record)
-            return Reply(Done())
+            return BrokerReply(Done())
         if not trains:
-            return Reply(RelayHeard(generator_keys={}))
+            return BrokerReply(RelayHeard(generator_keys={}))
         telemetry.members(report.members)
         self._relay = RelayPlace(is_known=True, door=report.door)
         self._relay_of = trains
-        return Reply(RelayHeard(generator_keys=self._clients.generator_keys()))
+        return BrokerReply(RelayHeard(generator_keys=self._clients.generator_keys()))
 
 
 def _key_of(client: str) -> str:

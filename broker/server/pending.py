@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from slipstream.broker.server.reply import ANSWERED, Outcome, Reply
-from slipstream.broker.server.sessions import Session
+from slipstream.broker.server.reply import ANSWERED, BrokerReply, Outcome
+from slipstream.broker.server.sessions import ClientSession
 
 R = TypeVar("R")
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 class PendingRequest(Generic[R]):
     """One request that waits."""
 
-    session: Session
+    session: ClientSession
     request_id: bytes
     request: R
     key: Hashable  # one of these waits at a time; a newer one ends the older one
@@ -33,9 +33,9 @@ class PendingRequests(Generic[R]):
 
     def __init__(
         self,
-        attempt: Callable[[Session, R], Outcome | None],
-        at_timeout: Callable[[Session, R], Reply],
-        answer: Callable[[Session, bytes, Outcome | Exception], None],
+        attempt: Callable[[ClientSession, R], Outcome | None],
+        at_timeout: Callable[[ClientSession, R], BrokerReply],
+        answer: Callable[[ClientSession, bytes, Outcome | Exception], None],
     ) -> None:
         """Start with none.
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.server.reply import HelloFirstError, Reply, log_text
+from slipstream.broker.server.reply import BrokerReply, HelloFirstError, log_text
 from slipstream.broker.server.router import Peer
 from slipstream.broker.server.sessions import Sessions
 from slipstream.wire.errors import (
@@ -35,7 +35,7 @@ _KINDS: tuple[tuple[type[Exception], str, RefusalCode], ...] = (
 )
 
 
-class Refusals:
+class ErrorAnswers:
     """Turns errors into answers."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Refusals:
         self._now = now
         self._complained_s: dict[str, float] = {}  # client -> when its refusals were logged last
 
-    def reply(self, peer: Peer, error: Exception) -> Reply:
+    def reply(self, peer: Peer, error: Exception) -> BrokerReply:
         """Return the answer to a request that failed, and count it."""
         for kind, counter, code in _KINDS:
             if isinstance(error, kind):
@@ -55,11 +55,11 @@ class Refusals:
                     self._complain(self._sessions.named(peer), str(error))
                 elif code == "name_taken":
                     self._complain("a second process", str(error))
-                return Reply(Refusal(reason=shortened(str(error)), code=code))
+                return BrokerReply(Refusal(reason=shortened(str(error)), code=code))
         # A bug of ours that one message exposed must not end the whole run.
         _log.error("request of %s failed", self._sessions.named(peer), exc_info=error)
         self._telemetry.rejected["internal"] += 1
-        return Reply(Refusal(reason=shortened(f"internal error: {error!r}"), code=""))
+        return BrokerReply(Refusal(reason=shortened(f"internal error: {error!r}"), code=""))
 
     def _complain(self, name: str, reason: str) -> None:
         """Log a forbidden request; once in a while, for a client may try very often."""

@@ -9,13 +9,13 @@ from slipstream.wire.errors import ProtocolError, RefusedError, SupersededError
 from slipstream.wire.messages.broker import Answer
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 
 _MAX_TEXT = 500  # characters of a client's text in the log
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class BrokerReply:
     """An answer, the frames that follow it, and payloads to store before it is sent."""
 
     answer: Answer
@@ -27,10 +27,10 @@ class Reply:
 class Later:
     """An answer that waits for the store."""
 
-    job: Coroutine[None, None, Reply]
+    job: Coroutine[None, None, BrokerReply]
 
 
-Outcome: TypeAlias = Reply | Later
+Outcome: TypeAlias = BrokerReply | Later
 
 
 class HelloFirstError(RefusedError):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import zmq
 
-from slipstream.broker.curve import ping, require_keys
+from slipstream.broker.listening.curve import ping, require_keys
 from slipstream.broker.listening.gate import NO_LIMIT, ConnectionCount, Limit
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.wire.messages.codec import Frame
@@ -24,7 +24,7 @@ _ANSWER_TO_NOTHING = (b"", b"")  # an unused request id, and no body
 class Peer(NamedTuple):
     """One connection. ``key`` is the public key that it proved; empty on a Unix socket."""
 
-    router: "Router"
+    router: "EventLoopRouter"
     routing_id: bytes
     key: str = ""
 
@@ -40,7 +40,7 @@ class Peer(NamedTuple):
 OnMessage = Callable[[Peer, Sequence[zmq.Frame]], None]
 
 
-class Router:
+class EventLoopRouter:
     """Receives and sends without waiting. Use it from one event loop.
 
     The socket's file descriptor is edge-triggered: after every receive or send it is checked

@@ -8,8 +8,8 @@ from slipstream.broker.ledger.book import Book
 from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_records import RunRecords
-from slipstream.broker.server.reply import Later, Outcome, Reply, log_text
-from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.server.reply import BrokerReply, Later, Outcome, log_text
+from slipstream.broker.server.sessions import ClientSession, Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.broker.store.payload_cache import FrameCache
 from slipstream.wire.messages.broker import (
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 MAX_CREDITS = 4_096
 
 
-class Scoring:
+class ScoringHandler:
     """Answers reward workers."""
 
     def __init__(
@@ -47,14 +47,14 @@ class Scoring:
         self._trouble = trouble
         self._now = now
 
-    def handle(self, session: Session, request: SubmitScores) -> Reply:
+    def handle(self, session: ClientSession, request: SubmitScores) -> BrokerReply:
         """Take scores, each with the lease that it was made under."""
         for score in request.scores:
             if self._leases.accepts(session.holder, score):
                 self.take(session, score)
-        return Reply(Done())
+        return BrokerReply(Done())
 
-    def take(self, session: Session, score: Score) -> None:
+    def take(self, session: ClientSession, score: Score) -> None:
         """Take one score, or why there is none."""
         group = self._leases.score(score, session.holder, now_s=self._now())
         if group is None:
@@ -74,7 +74,7 @@ class Scoring:
             at = (score.group_id, score.sibling)
             _log.warning("no reward for trajectory %d/%d: %s", *at, reason)
 
-    def lease(self, session: Session, request: LeaseScoring) -> Outcome | None:
+    def lease(self, session: ClientSession, request: LeaseScoring) -> Outcome | None:
         """Grant trajectories to score; None while there are none."""
         finished = self._book.over
         leased: dict[int, TrajectoryKey] = {}
@@ -93,17 +93,17 @@ class Scoring:
             return Later(self._load(leased, finished))
         return _work(leased, found, finished)
 
-    async def _load(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
+    async def _load(self, leased: dict[int, TrajectoryKey], finished: bool) -> BrokerReply:
         return _work(leased, await self._frames.load(leased.values()), finished)
 
-    def no_work(self, _session: Session, _request: LeaseScoring) -> Reply:
+    def no_work(self, _session: ClientSession, _request: LeaseScoring) -> BrokerReply:
         """Answer a reward worker that has waited long enough."""
-        return Reply(ScoringLeased(items=(), finished=self._book.over))
+        return BrokerReply(ScoringLeased(items=(), finished=self._book.over))
 
 
 def _work(
     leased: dict[int, TrajectoryKey], found: dict[TrajectoryKey, StoredTrajectory], finished: bool
-) -> Reply:
+) -> BrokerReply:
     items = {lease_id: key for lease_id, key in leased.items() if key in found}
     answer = ScoringLeased(
         items=tuple(
@@ -112,4 +112,4 @@ def _work(
         ),
         finished=finished,
     )
-    return Reply(answer, [found[key].transcript for key in items.values()])
+    return BrokerReply(answer, [found[key].transcript for key in items.values()])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.broker.ledger.leases import holder_of
-from slipstream.broker.server.keyring import Holder, admits
+from slipstream.broker.server.keyring import KeyHolder, admits
 from slipstream.broker.server.router import Peer
 from slipstream.wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 from slipstream.wire.messages.broker import MANY, WIRE_REVISION, Hello, Role
@@ -20,7 +20,7 @@ _SESSION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ClientSession:
     """One process after its hello."""
 
     name: str
@@ -44,7 +44,7 @@ class Sessions:
 
     def __init__(
         self,
-        key_of: Callable[[str], Holder | None] = lambda _key: None,
+        key_of: Callable[[str], KeyHolder | None] = lambda _key: None,
         is_there: Callable[[Peer], bool] = Peer.is_there,
         may_come_back: Callable[[str, str], bool] = lambda _name, _holder: False,
         now: Callable[[], float] = time.monotonic,
@@ -68,15 +68,15 @@ class Sessions:
         self._waiting: OrderedDict[tuple[str, str], float | None] = OrderedDict()
         self._is_there = is_there
         self._key_of = key_of
-        self._by_token: dict[bytes, Session] = {}
-        self._by_peer: dict[Peer, Session] = {}
-        self._by_name: dict[str, dict[str, Session]] = {}  # by key, in the order of hello
+        self._by_token: dict[bytes, ClientSession] = {}
+        self._by_peer: dict[Peer, ClientSession] = {}
+        self._by_name: dict[str, dict[str, ClientSession]] = {}  # by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._num_of: Counter[Role] = Counter()
         self._leaving: set[bytes] = set()  # tokens of those that said goodbye
         self._tokenizer: tuple[str, str] | None = None  # hash, and the first client that sent it
 
-    def find(self, token: bytes, peer: Peer) -> Session | None:
+    def find(self, token: bytes, peer: Peer) -> ClientSession | None:
         """Return the session on a connection.
 
         Raises:
@@ -94,7 +94,7 @@ class Sessions:
         session = self._by_peer.get(peer)
         return session.name if session else "an unknown peer"
 
-    def is_current(self, session: Session) -> bool:
+    def is_current(self, session: ClientSession) -> bool:
         """True unless another hello came under this name since."""
         return self._by_token.get(session.token) is session
 
@@ -105,7 +105,7 @@ class Sessions:
             for session in self._by_token.values()
         )
 
-    def hello(self, peer: Peer, hello: Hello) -> Session:
+    def hello(self, peer: Peer, hello: Hello) -> ClientSession:
         """Take note of a connection.
 
         Raises:
@@ -136,7 +136,7 @@ class Sessions:
             name = f"{holder.name}/{name}"
         self._check_tokenizer(hello)
         token = secrets.token_bytes(_SESSION_BYTES)
-        session = Session(name, hello.incarnation, peer, hello.role, token)
+        session = ClientSession(name, hello.incarnation, peer, hello.role, token)
         reads = hello.role in {"observer", "operator"}
         if not reads:
             self._take_name(session, hello)  # it may refuse, and then all stays as it was
@@ -156,13 +156,13 @@ class Sessions:
         """Return how many clients of a role there are that have not said goodbye."""
         return self._num_of[role]
 
-    def leaves(self, session: Session) -> None:
+    def leaves(self, session: ClientSession) -> None:
         """A client said goodbye; its connection may still be up."""
         if session.token in self._by_token and session.token not in self._leaving:
             self._leaving.add(session.token)
             self._num_of[session.role] -= 1
 
-    def end(self, key: str) -> list[Session]:
+    def end(self, key: str) -> list[ClientSession]:
         """Forget all connections with a key; return their sessions."""
         ended = [one for one in self._by_token.values() if one.peer.key == key]
         for session in ended:
@@ -170,7 +170,7 @@ class Sessions:
         self._by_name.pop(key, None)
         return ended
 
-    def _take_name(self, session: Session, hello: Hello) -> None:
+    def _take_name(self, session: ClientSession, hello: Hello) -> None:
         names = self._by_name.setdefault(session.peer.key, {})
         before = names.get(session.name)
         if not hello.reconnects and (before is None or before.incarnation != hello.incarnation):
@@ -185,7 +185,7 @@ class Sessions:
         names.pop(session.name, None)  # the newest hello is last
         names[session.name] = session
 
-    def _wait_for(self, before: Session | None, session: Session, hello: Hello) -> None:
+    def _wait_for(self, before: ClientSession | None, session: ClientSession, hello: Hello) -> None:
         """Have a new process wait while another has its name, or may be about to come back.
 
         Where no one is connected, the first hello is accepted: a role that died is replaced at
@@ -216,7 +216,7 @@ class Sessions:
         if len(self._waiting) > MAX_READERS:
             self._waiting.popitem(last=False)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: ClientSession) -> None:
         if self._by_token.pop(session.token, None) is not None:
             self._num_of[session.role] -= session.token not in self._leaving
             self._leaving.discard(session.token)
@@ -226,7 +226,7 @@ class Sessions:
 
     # ---- keys ----------------------------------------------------------------
 
-    def _holder_of(self, key: str, name: str) -> Holder:
+    def _holder_of(self, key: str, name: str) -> KeyHolder:
         holder = self._key_of(key)
         if holder is None:
             raise ForbiddenError(f"the key of {name} was revoked")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.comparison import Comparison
+from slipstream.broker.dashboard.comparison import ComparisonPage
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
@@ -77,7 +77,7 @@ def compare(folders: Sequence[Path], *, port: int) -> int:
         ConfigError: one of several is no run folder, or this port cannot be listened at.
     """
     parent = folders[0] if len(folders) == 1 else None
-    page = Comparison(folders, parent=parent, host="127.0.0.1", port=port)
+    page = ComparisonPage(folders, parent=parent, host="127.0.0.1", port=port)
     what = f"{page.num_runs} runs" + (f" in {parent}" if parent is not None else "")
     _serve(page, f"{what}, from their files")
     return 0
@@ -114,7 +114,7 @@ def show_one(folder: Path, *, port: int) -> int:
     return 0
 
 
-def _serve(page: Dashboard | Comparison, about: str) -> None:
+def _serve(page: Dashboard | ComparisonPage, about: str) -> None:
     console = make_console()
 
     async def serve() -> None:

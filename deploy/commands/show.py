@@ -20,13 +20,13 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import TRAINED, answers_files
 from slipstream.wire.files.trained_parts import (
     Excerpt,
-    Part,
+    TrajectoryPart,
     called_tools,
     excerpt,
     parts_of,
     versions_of,
 )
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 
 Row = dict[str, Any]
 _MOST_PROMPT = 20_000  # characters
@@ -224,7 +224,7 @@ def _replies(row: Row) -> Iterator[RenderableType]:
         if before and number > 1:
             yield _context(excerpt(before, _MOST_CONTEXT))
         end = first + count
-        part = Part(first_token=first, end=end, turn=number)
+        part = TrajectoryPart(first_token=first, end=end, turn=number)
         yield _head(row, part, versions_of(part, runs), reply)
         yield Text(visible(reply), style="bold")
 
@@ -242,7 +242,7 @@ def _between(whole: str, replies: list[str]) -> list[str] | None:
     return found
 
 
-def _head(row: Row, part: Part, versions: list[str], reply: str) -> Text:
+def _head(row: Row, part: TrajectoryPart, versions: list[str], reply: str) -> Text:
     rewards, number = row.get("turn_rewards") or (), part.turn
     facts = [f"{part.end - part.first_token} tokens by {', '.join(versions)}"]
     if number <= len(rewards):

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from typing_extensions import override
 
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 
 _log = logging.getLogger(__name__)
 _WIDEST = 10_000  # columns of a table for programs

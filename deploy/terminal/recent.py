@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.broker.advisories.advise import advise
 from slipstream.broker.advisories.view import Advisory, Column
 from slipstream.broker.history.columns import HistoryColumns, StoredState, trends_of
-from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.history import RunHistory, steady_time
 from slipstream.broker.history.rates import Seen
 from slipstream.deploy.launch.observer import status_now
 from slipstream.deploy.terminal.observe import broker_of_folder, saved_status
@@ -42,7 +42,7 @@ class Recent:
         self._high_water_bytes = high_water_bytes
         self._fsync = fsync
         self._now = now if now is not None else steady_time()
-        self._history = History.of(written) if written else None
+        self._history = RunHistory.of(written) if written else None
         self._evaluated_s = 0.0
         self._newest: RunStatus | None = None
         self._advisories: list[Advisory] = []
@@ -56,7 +56,7 @@ class Recent:
         self._newest = status
         now_s = self._now()
         if self._history is None:
-            self._history = History(began_s=now_s - status.elapsed_s)
+            self._history = RunHistory(began_s=now_s - status.elapsed_s)
         self._history.take(status, now_s)
         while len(self._states) > 1 and self._states[1][0] <= now_s - _NOW_S:
             self._states.popleft()

@@ -25,7 +25,7 @@ from slipstream.deploy.terminal.figures import (
 from slipstream.deploy.terminal.layout import TITLE, Block, Screen, fit, flow
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunStatus
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _BARS = 4  # bars of staleness on a low screen

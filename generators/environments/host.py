@@ -62,7 +62,7 @@ from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.process.environment import sparing_this_host
 from slipstream.wire.process.patience import Patience, signs_of
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class EnvironmentHost:
         self.num_refused = 0  # connections that have shown no ticket
         self._without_ticket: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._limit = limit_of(_SHARE, most=_MOST_WITHOUT_TICKET)
-        self._rarely = Rarely(_log)
+        self._rarely = RateLimitedLog(_log)
         self._loader: ChildProcess | None = None
         self._is_sealed = False  # the kernel ends what a trajectory has started with it
         self._is_below = False  # the loader goes on as the one child of what was started

@@ -21,7 +21,7 @@ from slipstream.wire.messages.followers import (
     ToFollower,
 )
 from slipstream.wire.process.cards import difference
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 
 _log = logging.getLogger(__name__)
 GONE_S = 10.0  # silence before the start, after which another process may be that node

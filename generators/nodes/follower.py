@@ -40,7 +40,7 @@ from slipstream.wire.messages.followers import (
 )
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 
 _log = logging.getLogger(__name__)
 _SIGN_S = 1.0  # between two signs of life

@@ -45,14 +45,14 @@ from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 from slipstream.wire.process.run_until import running, unless
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
+_malformed = RateLimitedLog(_log)
 _LOOK_S = 0.25
 _LONGEST_WAIT_S = 1.0
 _END_S = 10.0  # wait for the other nodes to end

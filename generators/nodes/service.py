@@ -27,8 +27,8 @@ from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, t
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.process.stopping import stop_event
-from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)

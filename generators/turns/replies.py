@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slipstream.generators.engine import InferenceEngine
 from slipstream.wire.errors import ConfigError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
-from slipstream.wire.thoughts import THINK, THINK_ENDS, Part, split_thoughts
+from slipstream.wire.thoughts import THINK, THINK_ENDS, TextPart, split_thoughts
 
 _NO_TOOL = {"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}
 _REPLY = "a reply 4c5d"  # words that no template or parser writes itself
@@ -80,7 +80,7 @@ class ReplyParser:
         if self._reasoning:
             thoughts = [thought, *(part.thought for part in parts if part.thought is not None)]
             thought = "\n".join(filter(None, thoughts))
-            parts = [Part("".join(part.text for part in parts if part.thought is None))]
+            parts = [TextPart("".join(part.text for part in parts if part.thought is None))]
         texts, calls, num_unreadable = list[str](), list[dict[str, Json]](), 0
         for part in parts:
             rest, found, unreadable = part.text, list[dict[str, Json]](), 0

@@ -17,7 +17,7 @@ from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
 from slipstream.learner.model.shards import Shard, ShardFacts
-from slipstream.wire.models.families.parts import Parameter
+from slipstream.wire.models.families.tables import Parameter
 
 
 def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:

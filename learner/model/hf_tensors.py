@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slipstream.learner.model.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.parts import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
+from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.models.model_files import weight_files
 

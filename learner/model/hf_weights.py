@@ -31,7 +31,7 @@ from slipstream.learner.model.shards import (
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
-from slipstream.wire.models.families.parts import Parameter
+from slipstream.wire.models.families.tables import Parameter
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.models.model_files import WEIGHTS, as_exported, copied_files
 

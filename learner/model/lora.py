@@ -42,7 +42,7 @@ from slipstream.learner.model.low_rank import drawn
 from slipstream.learner.model.rank_model import ADAPTER, RankModel
 from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
 from slipstream.wire.models.adapters import AdapterFacts, check_targets, layer_of, peft_names
-from slipstream.wire.models.families.parts import HfTensor, Parameter
+from slipstream.wire.models.families.tables import HfTensor, Parameter
 
 _WEIGHT = ".weight"
 

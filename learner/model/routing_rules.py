@@ -6,7 +6,7 @@ Shapes: T tokens, E experts in n groups, k experts per token.
 import torch
 from torch import Tensor
 
-from slipstream.wire.models.families.parts import Router
+from slipstream.wire.models.families.tables import RouterTraits
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
@@ -21,7 +21,7 @@ def chosen_experts(
     bias: Tensor | None = None,
     groups: int = 1,
     taken_groups: int = 1,
-    group_score: str = Router().group_score,
+    group_score: str = RouterTraits().group_score,
 ) -> Tensor:
     """Return the numbers of the experts with the highest scores, [T, k] int64.
 

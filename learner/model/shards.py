@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from slipstream.wire.models.families.parts import Parameter
+from slipstream.wire.models.families.tables import Parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from slipstream.learner.nodes.verdict import Ended, ended_by
 from slipstream.wire.errors import ConfigError, NameTakenError, PeerLostError
 from slipstream.wire.process.cards import difference
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)

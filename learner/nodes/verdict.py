@@ -9,7 +9,7 @@ import msgspec
 from slipstream.learner.layout import Layout
 from slipstream.wire.errors import text_of
 from slipstream.wire.process.command_line import EXIT_FAILED
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 
 EXIT_COLLECTIVE = 4  # exit code after a failed collective: another rank is the reason
 _CONSEQUENCES = (EXIT_COLLECTIVE, -signal.SIGABRT)  # NCCL's watchdog aborts

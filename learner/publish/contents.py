@@ -11,7 +11,7 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.shards import Shard
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.adapters import adapter_shapes
-from slipstream.wire.models.families.parts import HfTensor, Parameter
+from slipstream.wire.models.families.tables import HfTensor, Parameter
 
 
 class Contents(Protocol):

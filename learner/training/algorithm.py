@@ -11,7 +11,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.sections import local_model, model_folder
-from slipstream.wire.settings.words import wrong_value
+from slipstream.wire.settings.value_errors import wrong_value
 
 
 def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:

@@ -29,7 +29,7 @@ from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import read_private
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 from slipstream.wire.unreadable import UNREADABLE
 
 if TYPE_CHECKING:

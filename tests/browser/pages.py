@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from slipstream.broker.dashboard.comparison import Comparison
+from slipstream.broker.dashboard.comparison import ComparisonPage
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.web import Dashboard
@@ -139,7 +139,7 @@ def served_comparison(folders: Sequence[Path], parent: Path | None = None) -> It
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    page = Comparison(folders, parent=parent, host="127.0.0.1", port=0)
+    page = ComparisonPage(folders, parent=parent, host="127.0.0.1", port=0)
     try:
         yield asyncio.run_coroutine_threadsafe(page.start(), loop).result(5)
     finally:

@@ -12,19 +12,19 @@ import msgspec
 
 from slipstream.broker.advisories.advise import advise
 from slipstream.broker.advisories.view import Advisory
-from slipstream.broker.dashboard.stretches import drawn
+from slipstream.broker.dashboard.turn_spans import drawn
 from slipstream.broker.history.columns import HistoryColumns, StepColumns, TimeColumns, trends_of
 from slipstream.broker.history.trajectories import (
     Item,
     Letter,
-    Row,
     Sibling,
     Stretch,
     Token,
+    TrainedRow,
     Trajectory,
     TurnTokens,
 )
-from slipstream.broker.history.trajectories import Run as VersionRun
+from slipstream.broker.history.trajectories import VersionTokens as VersionRun
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (
     EvalFigures,
@@ -146,7 +146,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Run:
+class VersionTokens:
     """What a run has done after ``steps`` learner steps; draws are repeatable."""
 
     steps: int = 240
@@ -488,7 +488,7 @@ class Run:
             words += said
         first, change = turns[0].first_token, turns[1].first_token + 5
         known = {word: number for number, word in enumerate(dict.fromkeys(words))}
-        row = Row(
+        row = TrainedRow(
             step=step,
             group_id=group,
             sibling=sibling,

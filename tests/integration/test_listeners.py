@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 from yarl import URL
 
-from slipstream.broker.dashboard.comparison import Comparison
-from slipstream.broker.dashboard.encoding import Source
+from slipstream.broker.dashboard.comparison import ComparisonPage
+from slipstream.broker.dashboard.encoding import RunSource
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.generators.capture.server import CaptureServer
@@ -184,12 +184,12 @@ async def web(name: str, folder: Path) -> AsyncIterator[tuple[str, int]]:
                 proxy.open(ask, leave)
                 url = proxy.url
             case "page":
-                items, source = RecordedItems(folder), cast("Source", Unseen())
+                items, source = RecordedItems(folder), cast("RunSource", Unseen())
                 page = Dashboard(source, items, host=HOST, port=0, folder=folder)
                 cleanup.push_async_callback(page.stop)
                 url = await page.start()
             case _:
-                pages = Comparison([], parent=folder, host=HOST, port=0)
+                pages = ComparisonPage([], parent=folder, host=HOST, port=0)
                 cleanup.push_async_callback(pages.stop)
                 url = await pages.start()
         yield HOST, URL(url).port or 0

@@ -18,7 +18,7 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.server.keyring import Holder, KeyRing, broker_key, make_client_key, revoke
+from slipstream.broker.server.keyring import KeyHolder, KeyRing, broker_key, make_client_key, revoke
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ConfigError, ForbiddenError, RefusedError
@@ -331,7 +331,7 @@ async def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
     class Clock:
         now_s = 0.0
 
-    def fails(_self: KeyRing) -> list[Holder]:
+    def fails(_self: KeyRing) -> list[KeyHolder]:
         raise OSError(errno.EMFILE, "Too many open files")
 
     async with secured(short_folder, now=lambda: Clock.now_s) as it:

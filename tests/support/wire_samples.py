@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.wire.messages import broker, codec, followers, parts, relay, weightbus
+from slipstream.wire.messages import broker, codec, followers, part_relays, relay, weightbus
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
 from slipstream.wire.messages.ledger_view import HolderView, ItemView, LedgerView
@@ -397,8 +397,8 @@ RELAY_ANSWERS: list[relay.RelayAnswer] = [
     relay.Ok(error="a newer learner publishes now", superseded=True, pid=7),
 ]
 DOOR = weightbus.BulkDoor(endpoint="tcp://10.0.0.2:5601", key="k")
-PART_REPORTS: list[parts.PartReport] = [
-    parts.PartState(
+PART_REPORTS: list[part_relays.PartReport] = [
+    part_relays.PartState(
         part=1,
         epoch=2,
         incarnation="a1",
@@ -407,12 +407,12 @@ PART_REPORTS: list[parts.PartReport] = [
         keys_digest="0f",
         held=(VERSION,),
     ),
-    parts.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
+    part_relays.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
 ]
-HEAD_COMMANDS: list[parts.HeadCommand] = [
-    parts.PartHeard(relay="b2", keys_digest="0f", generator_keys={"k": "gpu-7"}),
-    parts.Hold(command_id=1, epoch=2, version=VERSION),
-    parts.Release(epoch=2, version=VERSION),
+HEAD_COMMANDS: list[part_relays.HeadCommand] = [
+    part_relays.PartHeard(relay="b2", keys_digest="0f", generator_keys={"k": "gpu-7"}),
+    part_relays.Hold(command_id=1, epoch=2, version=VERSION),
+    part_relays.Release(epoch=2, version=VERSION),
 ]
 
 TO_LEADER: list[followers.ToLeader] = [

@@ -21,10 +21,10 @@ from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_fetch, encode
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BucketAnswer, BulkDoor, FetchBucket
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
+_malformed = RateLimitedLog(_log)
 MAX_REQUESTS = 64  # being answered at a time; more are refused
 _MAX_COPIES = 16  # buckets that no peer has taken yet
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from typing_extensions import override
 
-from slipstream.broker.curve import ping, prove_key, require_keys
+from slipstream.broker.listening.curve import ping, prove_key, require_keys
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.net.proofs import (

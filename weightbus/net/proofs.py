@@ -20,7 +20,7 @@ from zmq.utils import z85
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.codec import Frame
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
 _BYTES = 32
@@ -138,7 +138,7 @@ class Refusals:
     ) -> None:
         """Count in ``traffic``; ``now`` returns monotonic seconds."""
         self._traffic = traffic or Traffic()
-        self._rarely = Rarely(_log, now=now)
+        self._rarely = RateLimitedLog(_log, now=now)
 
     def add(self, what: str) -> None:
         """Count one refusal; ``what`` is logged, with the number since the last line."""

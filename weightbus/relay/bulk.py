@@ -15,10 +15,10 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import Frame, decode_fetch, encode
 from slipstream.wire.messages.weightbus import BucketAnswer, FetchBucket
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
+_malformed = RateLimitedLog(_log)
 _MAX_WAITING = 4_096  # requests; further ones get whole buckets
 
 

@@ -23,7 +23,7 @@ from slipstream.wire.messages.weightbus import (
     Join,
     Outcome,
 )
-from slipstream.wire.process.visible import one_line
+from slipstream.wire.process.safe_text import one_line
 
 State = Literal["current", "behind", "receiving", "torn"]
 PROBE_S = 0.25  # interval between probes of a member that does not answer

@@ -19,7 +19,7 @@ from slipstream.weightbus.version.parts import Holds, KnownKeys
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode
-from slipstream.wire.messages.parts import Hold, PartHeard, PartHeld, PartState, Release
+from slipstream.wire.messages.part_relays import Hold, PartHeard, PartHeld, PartState, Release
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.relay import ServeHead
 from slipstream.wire.process.run_until import run_until

@@ -9,7 +9,7 @@ from slipstream.weightbus.version.layout import names_by_part
 from slipstream.weightbus.version.parts import digest_of_keys
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
-from slipstream.wire.messages.parts import (
+from slipstream.wire.messages.part_relays import (
     HeadCommand,
     Hold,
     PartHeard,

@@ -41,7 +41,7 @@ from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
 from slipstream.weightbus.version.adapter_checksums import are_adapters
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_agent_message, decode_part_report, encode
-from slipstream.wire.messages.parts import HeadCommand
+from slipstream.wire.messages.part_relays import HeadCommand
 from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.messages.weightbus import (
     Admit,
@@ -55,10 +55,10 @@ from slipstream.wire.messages.weightbus import (
     PublishRecord,
     RelayAddress,
 )
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
+_malformed = RateLimitedLog(_log)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000

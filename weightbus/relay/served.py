@@ -15,7 +15,7 @@ from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError, SupersededError
-from slipstream.wire.messages.parts import PartState
+from slipstream.wire.messages.part_relays import PartState
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion

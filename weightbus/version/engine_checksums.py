@@ -17,8 +17,8 @@ import xxhash
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Join
-from slipstream.wire.models.families.parts import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
+from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
 
 _ROWS_AT_A_TIME = 256
 

@@ -21,7 +21,7 @@ _CALLS = re.compile(
 )
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryPart(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a trajectory that belong together."""
 
     first_token: int  # index into token_ids
@@ -42,7 +42,7 @@ class Excerpt(msgspec.Struct, frozen=True):
 
 def parts_of(
     token_ids: Sequence[int], turns: Sequence[tuple[int, int]], branches: Sequence[int]
-) -> list[Part]:
+) -> list[TrajectoryPart]:
     """Return what followed the first prompt, in order.
 
     Args:
@@ -59,12 +59,12 @@ def parts_of(
             branch = numbers.get(end, 0)
             shared, with_ = _shared(token_ids, bounds, branch, first) if branch else (0, 0)
             parts.append(
-                Part(
+                TrajectoryPart(
                     first_token=end, end=first, branch=branch, num_shared=shared, shared_with=with_
                 )
             )
         end = first + count
-        parts.append(Part(first_token=first, end=end, turn=number))
+        parts.append(TrajectoryPart(first_token=first, end=end, turn=number))
     return parts
 
 
@@ -82,7 +82,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def versions_of(part: Part, runs: Sequence[tuple[int, str]]) -> list[str]:
+def versions_of(part: TrajectoryPart, runs: Sequence[tuple[int, str]]) -> list[str]:
     """Return the versions that chose tokens of a turn, of runs (first token, label) in order."""
     ends = [*(first for first, _ in runs[1:]), part.end]
     overlapping = (

@@ -10,7 +10,7 @@ from slipstream.wire.messages.bounds import Body, Several
 from slipstream.wire.messages.broker import Answer, Message, Request
 from slipstream.wire.messages.followers import FollowerMessage, ToFollower, ToLeader
 from slipstream.wire.messages.manifest import WeightManifest
-from slipstream.wire.messages.parts import HeadCommand, PartMessage, PartReport
+from slipstream.wire.messages.part_relays import HeadCommand, PartMessage, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayMessage, RelayRequest
 from slipstream.wire.messages.trajectory import TrajectoryPayload, Transcript
 from slipstream.wire.messages.weightbus import (

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.parts import Family
+from slipstream.wire.models.families.tables import Family
 from slipstream.wire.unreadable import UNREADABLE
 
 CONFIG = "adapter_config.json"

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.parts import Family, Parameter, Sizes
 from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.families.tables import Family, Parameter, Sizes
 from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE

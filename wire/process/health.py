@@ -25,7 +25,7 @@ MAX_PORT = 65_535
 State = Literal["starting", "running", "ended"]
 
 
-class Observation(NamedTuple):
+class HealthObservation(NamedTuple):
     """State of a role for the judgment of its health."""
 
     state: State  # state of its main loop
@@ -34,7 +34,7 @@ class Observation(NamedTuple):
     is_draining: bool  # asked to end
 
 
-def why_not_live(seen: Observation, stuck_s: float) -> str:
+def why_not_live(seen: HealthObservation, stuck_s: float) -> str:
     """Return why a role no longer works; empty if it works.
 
     Other limits apply at its start. With a ``stuck_s`` of 0 only the end of its loop counts.
@@ -46,7 +46,7 @@ def why_not_live(seen: Observation, stuck_s: float) -> str:
     return ""
 
 
-def why_not_ready(seen: Observation, stuck_s: float) -> str:
+def why_not_ready(seen: HealthObservation, stuck_s: float) -> str:
     """Return why a role does not work now; empty if it works."""
     if seen.is_draining:
         return "it was asked to end"
@@ -120,7 +120,7 @@ class Health:
         with self.ending():
             yield
 
-    def observe(self) -> Observation:
+    def observe(self) -> HealthObservation:
         """Return the state now. Call it at least every few seconds."""
         with self._lock:
             now_s = self._now()
@@ -129,7 +129,7 @@ class Health:
             if self._state == "running" and (seen := self._signs()) != self._seen:
                 self._seen, self._idle_s = seen, 0.0
             missing = self._missing() if self._state == "running" else self._waits_for
-            return Observation(self._state, self._idle_s, missing, self._is_draining())
+            return HealthObservation(self._state, self._idle_s, missing, self._is_draining())
 
     def answer(self, path: str) -> tuple[int, dict[str, object]]:
         """Return the HTTP status and the JSON of the answer to a GET."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from typing_extensions import override
 
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 from slipstream.wire.settings.sections import LoggingSection
 
 

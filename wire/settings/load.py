@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.settings.words import wrong_value
+from slipstream.wire.settings.value_errors import wrong_value
 
 S = TypeVar("S", bound=msgspec.Struct)
 Table = dict[str, Any]

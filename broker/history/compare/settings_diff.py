@@ -14,7 +14,7 @@ _MAX_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SettingDifference:
     """A setting that is not the same in all runs; None where a run does not have it."""
 
     setting: str
@@ -30,11 +30,11 @@ def read_settings(folder: Path) -> dict[str, str]:
     return dict(_flat(table, ""))
 
 
-def differences(runs: Sequence[Mapping[str, str]]) -> list[Difference]:
+def differences(runs: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
     """Return the settings that differ between runs, in the order of the first that has them."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     found = [
-        Difference(name, tuple(settings.get(name) for settings in runs))
+        SettingDifference(name, tuple(settings.get(name) for settings in runs))
         for name in names
         if name not in OF_EVERY_RUN
     ]

@@ -30,7 +30,7 @@ from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.models.adapters import AdapterFacts, layer_of
-from slipstream.wire.models.families.parts import Parameter, Sizes, Table
+from slipstream.wire.models.families.tables import Parameter, Sizes, Table
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 

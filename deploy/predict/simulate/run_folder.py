@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from slipstream.broker.history.columns import StoredState, write_state
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.metrics_file import MetricsFile
+from slipstream.broker.report.staleness_report import throttle_figures
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.report.throttled import throttle_figures
 from slipstream.broker.report.trackers.base import step_figures
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.predict.simulate.engine import SimulatedEngine
@@ -41,7 +41,7 @@ class SimulatedFolder:
         self._telemetry = Telemetry(config.run, now=lambda: world.now_s, cpu_seconds=lambda: 0.0)
         self._telemetry.outcome = _OUTCOME
         self._scoring = ScoringQueue(lease_s=world.scenario.faults.lease_s)
-        self._history = History(began_s=0.0)
+        self._history = RunHistory(began_s=0.0)
         self._metrics = MetricsFile(folder / METRICS, step=0, evaluated=(), now=lambda: world.now_s)
         self._trained_tokens = 0
         self._waited_s = self._busy_s = 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slipstream.broker.server.keyring import Holder, admits, holders
+from slipstream.broker.server.keyring import KeyHolder, admits, holders
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import key_role
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
@@ -13,7 +13,7 @@ from slipstream.wire.files.keys import ClientKey, read_client_key, read_private
 _SETTING = "run.key_file"
 
 
-def judge_key(key: ClientKey, names: Collection[str], known: Sequence[Holder] | None) -> Fact:
+def judge_key(key: ClientKey, names: Collection[str], known: Sequence[KeyHolder] | None) -> Fact:
     """Return whether a host's key admits its processes.
 
     Args:
@@ -39,7 +39,7 @@ def judge_key(key: ClientKey, names: Collection[str], known: Sequence[Holder] | 
     return ok(name, f"{key.name}, of the role {key.role}, is known to the broker", _SETTING)
 
 
-def judge_keys(folder: Path, known: Sequence[Holder]) -> Fact:
+def judge_keys(folder: Path, known: Sequence[KeyHolder]) -> Fact:
     """Return whether roles on other hosts can connect to this broker.
 
     Args:

@@ -55,12 +55,12 @@ from slipstream.weightbus.net.listening import endpoint_of
 from slipstream.wire.errors import ConfigError, PeerLostError, ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.process.patience import Patience, Silence
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
-_waits = Rarely(_log)
+_malformed = RateLimitedLog(_log)
+_waits = RateLimitedLog(_log)
 _LINGER_MS = 1_000
 _MAX_WAITING = 1_024  # messages to a server that does not read
 _PART_BYTES = 1 << 16  # of an answer to an agent

@@ -43,11 +43,11 @@ from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.process.patience import Silence
-from slipstream.wire.process.rarely import Rarely
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
-_malformed = Rarely(_log)
-_unread = Rarely(_log)
+_malformed = RateLimitedLog(_log)
+_unread = RateLimitedLog(_log)
 _MOST_CLIENTS = 512
 
 

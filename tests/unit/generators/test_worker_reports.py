@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from slipstream.broker.history.rates import Rates
+from slipstream.broker.history.rates import RunRates
 from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
@@ -72,7 +72,7 @@ async def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_
 
 def answered_and_thrown_out(it: Working) -> tuple[float | None, float | None]:
     """Return what the broker's state, which it renews now and then, makes of the reports."""
-    sample = Rates().take(it.broker.status)
+    sample = RunRates().take(it.broker.status)
     return sample["answers"], sample["retracted"]
 
 
@@ -209,7 +209,7 @@ async def test_time_that_is_up_to_environments_alone_is_told_from_the_engines(tm
         await until_async(grows(ACT))
         (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
         assert status.acting is not None
-        sample = Rates().take(it.broker.status)
+        sample = RunRates().take(it.broker.status)
         assert sample["acting"] == 2
         assert 0.0 < (sample["acted:generator-0"] or 0.0) < 1.0
         agent.answers.set()

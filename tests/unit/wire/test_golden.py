@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages import broker, followers, parts, relay, weightbus
+from slipstream.wire.messages import broker, followers, part_relays, relay, weightbus
 from slipstream.wire.messages.broker import WIRE_REVISION
 from slipstream.wire.messages.codec import decode_answer, decode_request, encode
 from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
@@ -73,8 +73,8 @@ def test_every_kind_of_message_has_golden_bytes():
         (weightbus.AgentMessage, AGENT_MESSAGES),
         (relay.RelayRequest, RELAY_REQUESTS),
         (relay.RelayAnswer, RELAY_ANSWERS),
-        (parts.PartReport, PART_REPORTS),
-        (parts.HeadCommand, HEAD_COMMANDS),
+        (part_relays.PartReport, PART_REPORTS),
+        (part_relays.HeadCommand, HEAD_COMMANDS),
         (followers.ToLeader, TO_LEADER),
         (followers.ToFollower, TO_FOLLOWER),
     ]:

@@ -9,7 +9,7 @@ from slipstream.broker.listening import router as listening_router
 from slipstream.broker.server import limits, loop, router, scoring, sessions
 from slipstream.broker.server.permissions import ALLOWED
 from slipstream.learner.publish import relay_link
-from slipstream.wire.messages import broker, followers, parts, pieces, relay, weightbus
+from slipstream.wire.messages import broker, followers, part_relays, pieces, relay, weightbus
 from slipstream.wire.messages.broker import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
 from slipstream.wire.messages.trajectory import MAX_TOKENS
 from tests.support.wire_samples import HEADER
@@ -79,14 +79,14 @@ def test_every_socket_of_the_weight_bus_is_documented_with_its_messages():
         "weights": {weightbus.FetchBucket.__name__},
         "relay": names(relay.RelayRequest),
         "--rendezvous": names(followers.ToLeader),
-        "weightbus.listen": names(parts.PartReport),
+        "weightbus.listen": names(part_relays.PartReport),
     }
     assert answered == {
         "weightbus": names(weightbus.Command),
         "weights": {weightbus.BucketAnswer.__name__},
         "relay": names(relay.RelayAnswer),
         "--rendezvous": names(followers.ToFollower),
-        "weightbus.listen": names(parts.HeadCommand),
+        "weightbus.listen": names(part_relays.HeadCommand),
     }
 
 

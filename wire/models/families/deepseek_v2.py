@@ -9,7 +9,14 @@ from slipstream.wire.models.families.latent import (
     LATENT_KEYS,
     WHOLE_QUERIES,
 )
-from slipstream.wire.models.families.parts import ENDS, EXPERTS, MLP, SHARED_EXPERTS, Family, Router
+from slipstream.wire.models.families.tables import (
+    ENDS,
+    EXPERTS,
+    MLP,
+    SHARED_EXPERTS,
+    Family,
+    RouterTraits,
+)
 
 # Of training, of the device-limited routing of its own code, and of code that is not run.
 DEEPSEEK_IGNORED = frozenset(
@@ -44,7 +51,7 @@ DEEPSEEK_V2 = Family(
     renamed={"n_routed_experts": "num_experts"},
     defaults={"topk_method": "greedy", "n_shared_experts": 2},
     ignored=DEEPSEEK_IGNORED,
-    router=Router(group_score="best"),
+    router=RouterTraits(group_score="best"),
     is_latent=True,
     turns_pairs=True,
 )

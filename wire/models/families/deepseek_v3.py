@@ -12,14 +12,14 @@ from slipstream.wire.models.families.latent import (
     LATENT_ATTENTION,
     WHOLE_QUERIES,
 )
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.tables import (
     ENDS,
     EXPERTS,
     MLP,
     ROUTER_BIAS,
     SHARED_EXPERTS,
     Family,
-    Router,
+    RouterTraits,
 )
 
 DEEPSEEK_V3 = Family(
@@ -41,7 +41,7 @@ DEEPSEEK_V3 = Family(
     renamed={"n_routed_experts": "num_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     defaults={"n_shared_experts": 1, "norm_topk_prob": True},
     ignored=DEEPSEEK_IGNORED,
-    router=Router("sigmoid", has_bias=True),
+    router=RouterTraits("sigmoid", has_bias=True),
     is_latent=True,
     turns_pairs=True,
 )

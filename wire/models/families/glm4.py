@@ -1,13 +1,13 @@
 """GLM-4 (0414): norms after attention and MLP too, and half of a head's channels turn, in pairs."""
 
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.tables import (
     ENDS,
     GROUPED_ATTENTION,
     INNER_MULTIPLE,
     QKV_BIAS,
     Family,
     HfTensor,
-    Option,
+    OptionalTable,
     Parameter,
     copy,
     down,
@@ -21,7 +21,7 @@ GLM4 = Family(
         "self_attn_bda.norm.weight": copy("post_self_attn_layernorm.weight", "hidden"),
         "mlp_bda.norm.weight": copy("post_mlp_layernorm.weight", "hidden"),
     },
-    options=(Option("attention_bias", True, QKV_BIAS),),
+    options=(OptionalTable("attention_bias", True, QKV_BIAS),),
     mlp={
         "mlp.linear_fc1.weight": Parameter(
             "gate_up",

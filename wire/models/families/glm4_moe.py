@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6: DeepSeek-V3's experts behind grouped-query attention."""
 
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.tables import (
     ENDS,
     EXPERTS,
     GROUPED_ATTENTION,
@@ -11,8 +11,8 @@ from slipstream.wire.models.families.parts import (
     SHARED_EXPERTS,
     UNTIED,
     Family,
-    Option,
-    Router,
+    OptionalTable,
+    RouterTraits,
 )
 
 GLM4_MOE = Family(
@@ -20,7 +20,10 @@ GLM4_MOE = Family(
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     config=UNTIED,
     layer=GROUPED_ATTENTION,
-    options=(Option("attention_bias", True, QKV_BIAS), Option("use_qk_norm", True, QK_NORM)),
+    options=(
+        OptionalTable("attention_bias", True, QKV_BIAS),
+        OptionalTable("use_qk_norm", True, QK_NORM),
+    ),
     mlp=MLP,
     sparse={**EXPERTS, **ROUTER_BIAS, **SHARED_EXPERTS},
     ends=ENDS,
@@ -47,5 +50,5 @@ GLM4_MOE = Family(
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
-    router=Router("sigmoid", has_bias=True),
+    router=RouterTraits("sigmoid", has_bias=True),
 )

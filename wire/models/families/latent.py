@@ -5,7 +5,14 @@ a compressed vector of each token, and the channels that turn with the position 
 that all query heads share. Queries may be compressed too.
 """
 
-from slipstream.wire.models.families.parts import NORMS, HfTensor, Option, Parameter, Table, copy
+from slipstream.wire.models.families.tables import (
+    NORMS,
+    HfTensor,
+    OptionalTable,
+    Parameter,
+    Table,
+    copy,
+)
 
 LATENT_ATTENTION: Table = {
     **NORMS,
@@ -20,7 +27,7 @@ LATENT_ATTENTION: Table = {
     ),
     "self_attention.linear_proj.weight": copy("self_attn.o_proj.weight", "hidden", "outputs"),
 }
-WHOLE_QUERIES = Option(
+WHOLE_QUERIES = OptionalTable(
     "q_lora_rank",
     False,
     {
@@ -29,7 +36,7 @@ WHOLE_QUERIES = Option(
         )
     },
 )
-COMPRESSED_QUERIES = Option(
+COMPRESSED_QUERIES = OptionalTable(
     "q_lora_rank",
     True,
     {

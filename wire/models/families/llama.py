@@ -1,6 +1,6 @@
 """Llama 2 and 3, and the many models of other makers with their architecture."""
 
-from slipstream.wire.models.families.parts import ENDS, GROUPED_ATTENTION, MLP, Family
+from slipstream.wire.models.families.tables import ENDS, GROUPED_ATTENTION, MLP, Family
 
 LLAMA = Family(
     model_type="llama",

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's attention without a window, eight experts of which a token has two."""
 
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.tables import (
     ENDS,
     GROUPED_ATTENTION,
     MLP,

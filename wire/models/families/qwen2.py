@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: queries, keys and values have a bias, whatever attention_bias is."""
 
-from slipstream.wire.models.families.parts import ENDS, GROUPED_ATTENTION, MLP, QKV_BIAS, Family
+from slipstream.wire.models.families.tables import ENDS, GROUPED_ATTENTION, MLP, QKV_BIAS, Family
 
 WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})  # unused without a window
 

@@ -1,6 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: experts beside one that every token passes through a gate."""
 
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
+from slipstream.wire.models.families.tables import (
     ENDS,
     EXPERTS,
     GROUPED_ATTENTION,
@@ -11,7 +12,6 @@ from slipstream.wire.models.families.parts import (
     copy,
     mlp,
 )
-from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
 
 # Every layer has experts: the engine reads these keys, the learner knows no other layers.
 EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -1,7 +1,7 @@
 """Qwen3: queries and keys are normalized per head."""
 
-from slipstream.wire.models.families.parts import ENDS, GROUPED_ATTENTION, MLP, QK_NORM, Family
 from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
+from slipstream.wire.models.families.tables import ENDS, GROUPED_ATTENTION, MLP, QK_NORM, Family
 
 QWEN3 = Family(
     model_type="qwen3",

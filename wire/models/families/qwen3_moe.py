@@ -1,6 +1,8 @@
 """Qwen3-MoE: Qwen3 with experts in every layer."""
 
-from slipstream.wire.models.families.parts import (
+from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
+from slipstream.wire.models.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
+from slipstream.wire.models.families.tables import (
     ENDS,
     EXPERTS,
     GROUPED_ATTENTION,
@@ -9,8 +11,6 @@ from slipstream.wire.models.families.parts import (
     UNTIED,
     Family,
 )
-from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
-from slipstream.wire.models.families.qwen2_moe import EVERY_LAYER, QWEN_MOE_KEYS
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

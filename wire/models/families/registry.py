@@ -12,11 +12,11 @@ from slipstream.wire.models.families.glm4_moe import GLM4_MOE
 from slipstream.wire.models.families.latent import FUSED_BY_ENGINE, FUSED_NAME
 from slipstream.wire.models.families.llama import LLAMA
 from slipstream.wire.models.families.mixtral import MIXTRAL
-from slipstream.wire.models.families.parts import EMBEDDING, Family, Split, without_expert
 from slipstream.wire.models.families.qwen2 import QWEN2
 from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE
 from slipstream.wire.models.families.qwen3 import QWEN3
 from slipstream.wire.models.families.qwen3_moe import QWEN3_MOE
+from slipstream.wire.models.families.tables import EMBEDDING, Family, Split, without_expert
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

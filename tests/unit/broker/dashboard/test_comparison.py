@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from slipstream.broker.dashboard.comparison import MAX_OVERLAID, Comparison
+from slipstream.broker.dashboard.comparison import MAX_OVERLAID, ComparisonPage
 from tests.support.run_folders import write_run
 
 Get = Callable[[str], Awaitable[tuple[int, str]]]
@@ -22,7 +22,7 @@ async def served(
     folders: Sequence[Path], parent: Path | None = None
 ) -> AsyncIterator[tuple[Get, URL]]:
     """Serve runs; yield what asks with the token, and the address."""
-    page = Comparison(folders, parent=parent, host="127.0.0.1", port=0)
+    page = ComparisonPage(folders, parent=parent, host="127.0.0.1", port=0)
     address = URL(await page.start())
     try:
         async with aiohttp.ClientSession() as session:

@@ -26,7 +26,7 @@ from yarl import URL
 from slipstream.broker.advisories.view import Advisory
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
-from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
+from slipstream.broker.dashboard.recorder import FinishedRun, Snapshot, SnapshotRecorder, fsync_of
 from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
 from slipstream.broker.history.columns import (
     HistoryColumns,
@@ -36,7 +36,7 @@ from slipstream.broker.history.columns import (
     read_state,
     write_state,
 )
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.broker.history.table import Row
 from slipstream.broker.history.trajectories import Found, Letter
 from slipstream.broker.ledger.events import Trained, encode_event
@@ -76,8 +76,10 @@ def recorder_in(
     folder: Path,
     status: Callable[[], RunStatus] = make_status,
     **options: Any,  # noqa: ANN401
-) -> Recorder:
-    return Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always", **options)
+) -> SnapshotRecorder:
+    return SnapshotRecorder(
+        status, folder / PAGE_STATE, high_water_bytes=0, fsync="always", **options
+    )
 
 
 async def cancelled(task: "asyncio.Task[None]") -> None:
@@ -317,7 +319,7 @@ def test_rows_that_are_written_later_are_found_and_a_file_that_was_cut_is_read_a
 
 
 async def run_until(
-    recorder: Recorder, is_so: Callable[[], bool], then: Callable[[], None] = lambda: None
+    recorder: SnapshotRecorder, is_so: Callable[[], bool], then: Callable[[], None] = lambda: None
 ) -> None:
     """Cancel a recorder when something is so; do something while it ends."""
     task = asyncio.create_task(recorder.run())
@@ -331,7 +333,7 @@ async def run_until(
 def test_restarted_broker_continues_the_history(tmp_path: Path):
     now = itertools.count(1_763_786_000)
 
-    def recorder() -> Recorder:
+    def recorder() -> SnapshotRecorder:
         return recorder_in(tmp_path, now=lambda: float(next(now)))
 
     first = recorder()
@@ -413,7 +415,7 @@ def one_page(folder: Path, port: int = 0) -> Dashboard:
 
 
 def small_history() -> HistoryColumns:
-    return History(began_s=0.0).columns()
+    return RunHistory(began_s=0.0).columns()
 
 
 async def test_an_open_page_comes_back_after_a_restart(tmp_path: Path):

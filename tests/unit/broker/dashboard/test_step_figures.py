@@ -14,7 +14,7 @@ from slipstream.algos.diagnostics import (
     diagnostic_sums,
     figures_of,
 )
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.broker.report.trackers.base import step_figures
 from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
 from slipstream.learner.training.step_data import batch_figures
@@ -107,7 +107,7 @@ BY_LAG = {
 
 def kept(figures: dict[str, float]) -> dict[str, float | None]:
     """Return what the page's history keeps of a step; a later one has further figures."""
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     history.step(StepPoint(step=STEP, at_s=0.0, metrics=figures), 1.0)
     later = {**figures, **{f"custom/{i}": 1.0 for i in range(50)}}
     history.step(StepPoint(step=STEP + 1, at_s=0.0, metrics=later), 2.0)

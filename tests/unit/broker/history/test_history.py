@@ -18,7 +18,7 @@ from slipstream.broker.history.columns import (
     trends_of,
     write_state,
 )
-from slipstream.broker.history.history import History, steady_time
+from slipstream.broker.history.history import RunHistory, steady_time
 from slipstream.broker.history.table import MAX_ROWS, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from tests.support.wire_samples import STATUS
@@ -96,7 +96,7 @@ def test_a_process_that_begins_anew_is_not_counted_backwards():
             tokens_per_second=tokens / age_s,
         )
 
-    history = History(began_s=BEGAN_S, every_s=1.0)
+    history = RunHistory(began_s=BEGAN_S, every_s=1.0)
     shares = []
     for at, one in enumerate(
         [role(10, 5, 5, 1000), role(12, 7, 5, 1600), role(1, 0.5, 0.5, 40), role(2, 0.5, 1.5, 40)]
@@ -114,7 +114,7 @@ def test_a_process_that_begins_anew_is_not_counted_backwards():
 
 
 def test_a_day_of_samples_stays_small_and_covers_the_day():
-    history = History(began_s=BEGAN_S)
+    history = RunHistory(began_s=BEGAN_S)
     num_samples, first_every_s = 0, history.every_s
     for at in range(0, DAY_S, 2):
         num_samples += history.sample(STATUS, BEGAN_S + at)
@@ -137,7 +137,7 @@ def test_a_day_of_samples_stays_small_and_covers_the_day():
 
 
 def test_stored_history_is_continued(tmp_path: Path):
-    history = History(began_s=BEGAN_S, every_s=2.0)
+    history = RunHistory(began_s=BEGAN_S, every_s=2.0)
     for at in range(0, 100, 2):
         history.sample(STATUS, BEGAN_S + at)
         history.step(StepPoint(step=at, at_s=at, metrics={"policy/loss": at / 3}), BEGAN_S + at)
@@ -145,7 +145,7 @@ def test_stored_history_is_continued(tmp_path: Path):
     write_state(path, StoredState(at_s=BEGAN_S, status=STATUS, history=history.columns()))
     stored = read_state(path)
     assert stored is not None
-    again = History.of(stored.history)
+    again = RunHistory.of(stored.history)
     assert again.columns() == history.columns()
     again.sample(STATUS, BEGAN_S + 200)
     assert again.columns().time.at_s[-2:] == [98.0, 200.0]
@@ -174,7 +174,7 @@ def test_what_a_write_that_was_killed_left_is_removed_and_one_that_fails_leaves_
 ):
     path = tmp_path / "state.msgpack"
     (tmp_path / ".state.msgpack.unfinished").touch()
-    state = StoredState(at_s=1.0, status=STATUS, history=History(began_s=0.0).snapshot())
+    state = StoredState(at_s=1.0, status=STATUS, history=RunHistory(began_s=0.0).snapshot())
     write_state(path, state)
     assert [one.name for one in tmp_path.iterdir()] == ["state.msgpack"]
     path.unlink()
@@ -188,8 +188,8 @@ def step_of(number: int) -> StepPoint:
     return StepPoint(step=number, at_s=0.0, metrics={"policy/loss": float(number)})
 
 
-def with_steps(count: int, every_s: float = 1.0) -> History:
-    history = History(began_s=0.0)
+def with_steps(count: int, every_s: float = 1.0) -> RunHistory:
+    history = RunHistory(began_s=0.0)
     for number in range(1, count + 1):
         history.step(step_of(number), every_s * number)
     return history
@@ -223,17 +223,17 @@ def test_newest_step_is_sent_before_its_row_is_complete():
 
 def test_the_resolution_of_steps_is_kept_over_a_restart():
     history = with_steps(MAX_ROWS + 1)
-    again = History.of(history.columns())
+    again = RunHistory.of(history.columns())
     for one in (history, again):
         one.step(step_of(MAX_ROWS + 2), MAX_ROWS + 2.0)
     assert again.columns() == history.columns()
 
 
 def test_a_clock_that_is_set_back_freezes_nothing_and_keeps_the_order():
-    history = History(began_s=BEGAN_S)
+    history = RunHistory(began_s=BEGAN_S)
     for at in (0.0, 2.0, 4.0):
         history.sample(STATUS, BEGAN_S + at)
-    history = History.of(history.columns())  # over a restart as well
+    history = RunHistory.of(history.columns())  # over a restart as well
     for at in (2.0, 4.0, 6.0):
         history.take(STATUS, BEGAN_S - 1_000.0 + at)
     assert history.columns().time.at_s == [0.0, 2.0, 4.0, 6.0, 8.0]
@@ -248,7 +248,7 @@ def test_a_steady_clock_shows_unix_time_and_does_not_jump():
 
 
 def test_a_snapshot_stays_as_it_is_and_reads_like_the_columns():
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     history.sample(status(queue_age_s=None), 0.0)
     history.sample(status(queue_age_s=1.5), 2.0)
     history.step(step_of(1), 1.0)
@@ -264,7 +264,7 @@ def test_a_snapshot_stays_as_it_is_and_reads_like_the_columns():
 
 
 def test_a_state_with_gaps_is_read_as_it_was_written(tmp_path: Path):
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     history.sample(status(queue_age_s=None), 0.0)
     path = tmp_path / "state.msgpack"
     write_state(path, StoredState(at_s=1.0, status=STATUS, history=history.snapshot()))

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from slipstream.broker.listening.gate import ConnectionCount, Limit
-from slipstream.broker.server.router import Peer, Router
+from slipstream.broker.server.router import EventLoopRouter, Peer
 from slipstream.wire.errors import ConfigError
 from tests.support.waiting import HANG_S, until_async
 
@@ -64,7 +64,7 @@ async def test_further_connections_wait_until_others_have_gone(
 ):
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{short_folder}/r.sock"
-    router = Router(context, endpoint, on_message=echo, limit=Limit(LIMIT, "broker.some"))
+    router = EventLoopRouter(context, endpoint, on_message=echo, limit=Limit(LIMIT, "broker.some"))
     count = router.connections
     assert count is not None
     early = asyncio.create_task(asked(router.endpoint))
@@ -99,7 +99,7 @@ def test_an_address_that_cannot_be_listened_at_is_named(endpoint: str, setting: 
     async def body() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            Router(context, endpoint, on_message=echo)
+            EventLoopRouter(context, endpoint, on_message=echo)
         finally:
             context.term()
 

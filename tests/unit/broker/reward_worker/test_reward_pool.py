@@ -19,7 +19,7 @@ from slipstream.broker.reward_worker.messages import Answered, Call, Load, from_
 from slipstream.broker.reward_worker.queue import request_of
 from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.loading import load_function
-from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
+from slipstream.broker.rewards.outcomes import FunctionInfo, RewardOutcome, unavailable
 from slipstream.broker.rewards.sdk import Takes
 from slipstream.broker.sandbox import child_process
 from slipstream.broker.sandbox.child_process import ChildProcess
@@ -84,7 +84,7 @@ def test_every_answer_of_a_call_gets_its_own_score():
     (call,) = request_of(
         [pair(4, 0), pair(4, 1)], RewardChoice(RewardSection()), [info("group")]
     ).waiting
-    call.deliver([Outcome(reward=1.0), unavailable("why")], info("group"))
+    call.deliver([RewardOutcome(reward=1.0), unavailable("why")], info("group"))
     first, second = call.request.scores.get_nowait(), call.request.scores.get_nowait()
     assert (first.sibling, first.reward, first.excerpt) == (0, 1.0, "")
     assert (second.sibling, second.reward, second.unavailable, second.excerpt) == (
@@ -101,7 +101,7 @@ def test_every_answer_of_a_call_gets_its_own_score():
 def test_frames_are_found_however_the_bytes_come(size: int):
     _, transcript = pair(0, 1)
     call = Call(call_id=7, function=0, transcripts=(transcript,))
-    answered = Answered(call_id=7, outcomes=(Outcome(reward=0.5, parts={"a": 1.0}),))
+    answered = Answered(call_id=7, outcomes=(RewardOutcome(reward=0.5, parts={"a": 1.0}),))
     stream = frame_of(call) + frame_of(answered)
     unframer = Unframer()
     bodies = [

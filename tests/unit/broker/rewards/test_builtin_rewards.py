@@ -16,7 +16,7 @@ from slipstream.broker.rewards.final_answer import after_thought, find_program, 
 from slipstream.broker.rewards.judge import LlmJudge, filled
 from slipstream.broker.rewards.lengths import linear, overlong
 from slipstream.broker.rewards.loading import load_function, load_reader
-from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
+from slipstream.broker.rewards.outcomes import RewardOutcome, failure, outcome_of
 from slipstream.broker.rewards.pattern import Pattern, think_answer
 from slipstream.broker.rewards.sdk import Transcript, Unavailable
 from slipstream.wire.errors import ConfigError
@@ -42,7 +42,7 @@ def transcript(response: str, truth: Json = "", *, tokens: int = 10) -> Transcri
     )
 
 
-def outcome(name: str, answer: Transcript, **options: Json) -> Outcome:
+def outcome(name: str, answer: Transcript, **options: Json) -> RewardOutcome:
     """Load a reward as a child does, and call it."""
     function = load_function(name, options)
     try:

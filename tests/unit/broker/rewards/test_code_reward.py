@@ -595,7 +595,7 @@ def test_processes_of_an_answer_are_checked_like_the_answer():
     burns = "import os\nif os.fork():\n    os.wait()\nwhile True:\n    pass\n"
     process = subprocess.Popen([sys.executable, "-c", burns])
     try:
-        answer = code_tester.Answer(1.0)
+        answer = code_tester.AnswerProcess(1.0)
         answer._pid = process.pid
         until(lambda: is_computing(answer, cpu_s=0.2), "the child is not seen to compute")
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -614,7 +614,7 @@ def test_processes_of_an_answer_are_checked_like_the_answer():
         process.wait()
 
 
-def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
+def is_computing(answer: code_tester.AnswerProcess, *, cpu_s: float = 0.0) -> bool:
     _, used_s, states = answer._usage()
     return b"R" in states and used_s >= cpu_s
 

@@ -15,7 +15,7 @@ from slipstream.broker.ledger.groups import Group
 from slipstream.broker.report.run_files import FolderRecords
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.limits import max_body_bytes
-from slipstream.broker.server.router import Peer, Router
+from slipstream.broker.server.router import EventLoopRouter, Peer
 from slipstream.broker.server.sessions import Sessions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.errors import RefusedError, SupersededError
@@ -215,7 +215,7 @@ async def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_beh
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{short_folder}/r.sock"
-    router = Router(context, endpoint, on_message=on_message)
+    router = EventLoopRouter(context, endpoint, on_message=on_message)
     client = context.socket(zmq.DEALER)
     client.connect(endpoint)
     for text in (b"bad", b"bad", b"good"):

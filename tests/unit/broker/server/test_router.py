@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import zmq
 import zmq.asyncio
 
-from slipstream.broker.server.router import Peer, Router
+from slipstream.broker.server.router import EventLoopRouter, Peer
 from slipstream.wire.messages.codec import Frame
 from tests.support.waiting import HANG_S
 
@@ -23,7 +23,7 @@ async def _answers(
         for _ in range(count):
             peer.send(answer(received))
 
-    router = Router(context, "inproc://router", on_message=on_message)
+    router = EventLoopRouter(context, "inproc://router", on_message=on_message)
     client = zmq.asyncio.Context(context).socket(zmq.DEALER)
     try:
         client.connect("inproc://router")

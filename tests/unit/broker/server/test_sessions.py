@@ -5,13 +5,13 @@ from typing import cast
 import pytest
 
 from slipstream.broker.server import sessions
-from slipstream.broker.server.keyring import Holder
-from slipstream.broker.server.router import Peer, Router
+from slipstream.broker.server.keyring import KeyHolder
+from slipstream.broker.server.router import EventLoopRouter, Peer
 from slipstream.broker.server.sessions import Sessions
 from slipstream.wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 from slipstream.wire.messages.broker import Hello
 
-NOWHERE = cast("Router", None)  # a session never sends
+NOWHERE = cast("EventLoopRouter", None)  # a session never sends
 
 
 def peer(number: int, key: str = "") -> Peer:
@@ -87,8 +87,8 @@ def test_of_those_that_only_read_the_oldest_gives_way_and_no_other_client_does()
 
 def test_names_belong_to_their_key():
     holders = {
-        "A": Holder(name="judge-1", role="reward_worker", public="A"),
-        "B": Holder(name="judge-2", role="reward_worker", public="B"),
+        "A": KeyHolder(name="judge-1", role="reward_worker", public="A"),
+        "B": KeyHolder(name="judge-2", role="reward_worker", public="B"),
     }
     known = Sessions(holders.get)
     learner = known.hello(peer(0), Hello(role="learner", name="learner"))
@@ -103,7 +103,7 @@ def test_names_belong_to_their_key():
 
 
 def test_clients_of_one_key_evict_only_each_other():
-    holders = {"A": Holder(name="a", role="reward_worker", public="A")}
+    holders = {"A": KeyHolder(name="a", role="reward_worker", public="A")}
     known = Sessions(holders.get, max_clients=2)
     learner = known.hello(peer(0), Hello(role="learner", name="learner"))
     mine = [known.hello(peer(i, "A"), hello(f"w{i}")) for i in range(1, 6)]
@@ -112,7 +112,7 @@ def test_clients_of_one_key_evict_only_each_other():
 
 
 def test_the_relay_of_a_learner_has_the_learners_key():
-    known = Sessions({"A": Holder(name="train-1", role="learner", public="A")}.get)
+    known = Sessions({"A": KeyHolder(name="train-1", role="learner", public="A")}.get)
     learner = known.hello(peer(1, "A"), Hello(role="learner", name="learner"))
     relay = known.hello(peer(2, "A"), Hello(role="relay", name="relay"))
     assert (relay.name, relay.role) == ("train-1/relay", "relay")
@@ -128,7 +128,7 @@ def test_a_key_is_good_for_no_role_beyond_its_own():
         ("learner", "generator"),
         ("learner", "operator"),
     ]:
-        known = Sessions({"A": Holder(name="a", role=made_for, public="A")}.get)
+        known = Sessions({"A": KeyHolder(name="a", role=made_for, public="A")}.get)
         with pytest.raises(
             ForbiddenError, match=f"was made for the role {made_for}, not {asked_for}"
         ):

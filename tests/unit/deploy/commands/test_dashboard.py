@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from slipstream.broker.config import BrokerSection, DashboardTable
 from slipstream.broker.history.columns import StoredState
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.deploy.commands.dashboard import (
     add_arguments,
     described,
@@ -22,7 +22,7 @@ from slipstream.wire.settings.sections import RunSection
 from tests.support.run_folders import write_run
 from tests.support.wire_samples import STATUS
 
-STORED = StoredState(at_s=1_000.0, status=STATUS, history=History(began_s=0.0).columns())
+STORED = StoredState(at_s=1_000.0, status=STATUS, history=RunHistory(began_s=0.0).columns())
 WRITTEN = "1970-01-01 00:16:40 UTC"
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from slipstream.deploy.commands.show import show
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import visible
 
 TRAINED = {
     "step": 3,

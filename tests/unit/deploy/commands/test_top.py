@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.history.columns import StoredState, write_state
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.deploy.commands.status import main as status
 from slipstream.deploy.commands.top import ends_in_order, keys_of, top
 from slipstream.deploy.terminal.observe import outcome_of, trouble_of
@@ -46,7 +46,7 @@ def test_json_without_a_broker_reports_that_none_runs(folder: Path):
 def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    columns = History(began_s=0.0).columns()
+    columns = RunHistory(began_s=0.0).columns()
     write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
     (folder / "summary.json").write_text('{"outcome": "finished"}')
     assert top(folder, as_json=True) == 0
@@ -59,7 +59,7 @@ def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
 def test_the_screen_of_an_ended_run_is_printed_from_its_folder_wherever_it_is(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    columns = History(began_s=0.0).columns()
+    columns = RunHistory(began_s=0.0).columns()
     write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
     (folder / "summary.json").write_text('{"outcome": "failed: the disk is full"}')
     moved = folder.rename(folder.with_name("moved"))
@@ -139,7 +139,7 @@ def test_the_outcome_of_a_run_is_read_from_its_summary(tmp_path: Path):
 
 
 def test_the_history_that_the_broker_wrote_is_continued(folder: Path):
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     for point in STATUS.steps_history:
         history.step(point, point.at_s)
     stored = StoredState(at_s=1.0, status=STATUS, history=history.columns())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from slipstream.broker.history.columns import StoredState, write_state
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.report.summary import write_summary
@@ -234,7 +234,7 @@ def test_a_publish_holds_its_phases_in_their_order_and_overlapping_ones_lie_side
 
 
 def test_how_busy_each_process_was_is_a_curve(folder: Path):
-    history = History(began_s=BEGAN_S)
+    history = RunHistory(began_s=BEGAN_S)
     for waited_s, worked_s in ((4.0, 1.0), (6.0, 3.0)):
         phases = {"wait": waited_s, "generate": worked_s}
         role = replace(STATUS.roles[0], age_s=waited_s + worked_s, phase_seconds=phases)
@@ -271,7 +271,7 @@ def test_a_trajectory_of_several_turns_has_a_span_within_its_lease(tmp_path: Pat
 
 
 def test_what_environments_answer_is_a_curve(folder: Path):
-    history = History(began_s=BEGAN_S)
+    history = RunHistory(began_s=BEGAN_S)
     for acted_s, worked_s in ((1.0, 3.0), (4.0, 4.0)):
         role = replace(
             next(one for one in STATUS.roles if one.role == "generator"),

@@ -18,8 +18,8 @@ from slipstream.deploy.terminal.figures import final_table, one_line
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.deploy.terminal.screen import draw
 from slipstream.wire.process import logs
-from slipstream.wire.process.visible import one_line as as_one_line
-from slipstream.wire.process.visible import visible
+from slipstream.wire.process.safe_text import one_line as as_one_line
+from slipstream.wire.process.safe_text import visible
 from tests.support.wire_samples import STATUS
 
 HOSTILE = "[/x] :bomb: \x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e"

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from slipstream.broker.history.columns import HistoryColumns
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from tests.support.clock import Clock
@@ -61,7 +61,7 @@ def test_advice_starts_when_the_window_is_full():
 
 def test_what_the_broker_wrote_is_known_at_once():
     clock = Clock(BEGAN_S)
-    history = History(began_s=BEGAN_S)
+    history = RunHistory(began_s=BEGAN_S)
     for second in range(10, 200, 2):
         history.sample(status_at(float(second), waited=0.5), BEGAN_S + second)
     for point in status_at(199.0, waited=0.5).steps_history:
@@ -74,7 +74,7 @@ def test_what_the_broker_wrote_is_known_at_once():
 
 def test_evaluating_an_ended_run_adds_no_samples():
     clock = Clock(BEGAN_S)
-    recent = make(History(began_s=BEGAN_S).columns(), clock, fsync="no")
+    recent = make(RunHistory(began_s=BEGAN_S).columns(), clock, fsync="no")
     recent.evaluate(status_at(50.0, waited=0.5))
     assert [advisory.rule for advisory in recent.advisories()] == ["fsync-too-weak"]
     assert recent.curve("reward/sampled") == []
@@ -103,7 +103,7 @@ def test_an_answer_that_was_seen_before_is_not_counted_again():
 
 def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted():
     clock = Clock(BEGAN_S)
-    history = History(began_s=BEGAN_S, every_s=64.0)
+    history = RunHistory(began_s=BEGAN_S, every_s=64.0)
     history.sample(status_at(10.0, waited=1.0), BEGAN_S + 10)
     recent = make(history.columns(), clock)
     waited_s = 900.0

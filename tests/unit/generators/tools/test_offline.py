@@ -13,7 +13,7 @@ import pytest
 from slipstream.broker.data.sources import load_training_prompts
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.rewards.loading import load_function
-from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
+from slipstream.broker.rewards.outcomes import RewardOutcome, outcome_of, score_of, unavailable
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.running import sampling_by_item
@@ -59,7 +59,7 @@ class InProcess:
             outcome = self._outcome(item, transcript)
             yield score_of(item, transcript, outcome, self.function.info)
 
-    def _outcome(self, item: ScoringItem, transcript: Transcript) -> Outcome:
+    def _outcome(self, item: ScoringItem, transcript: Transcript) -> RewardOutcome:
         if item.group_id in self.unavailable_groups:
             return unavailable("raised ValueError: no number")
         return outcome_of(self.function.call([transcript]))

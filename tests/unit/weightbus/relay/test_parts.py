@@ -9,7 +9,7 @@ from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.parts import digest_of_keys
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import TensorSpec
-from slipstream.wire.messages.parts import (
+from slipstream.wire.messages.part_relays import (
     HeadCommand,
     Hold,
     PartHeard,

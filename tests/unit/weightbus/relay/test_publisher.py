@@ -16,7 +16,7 @@ from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
-from slipstream.wire.messages.parts import PartState
+from slipstream.wire.messages.part_relays import PartState
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor, Join, Leave, PublishRecord

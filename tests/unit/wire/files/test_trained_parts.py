@@ -2,7 +2,7 @@
 
 from slipstream.wire.files.trained_parts import (
     Excerpt,
-    Part,
+    TrajectoryPart,
     called_tools,
     excerpt,
     parts_of,
@@ -11,7 +11,7 @@ from slipstream.wire.files.trained_parts import (
 
 
 def test_one_turn_is_one_part():
-    assert parts_of([1, 1, 2, 2], [(2, 2)], []) == [Part(first_token=2, end=4, turn=1)]
+    assert parts_of([1, 1, 2, 2], [(2, 2)], []) == [TrajectoryPart(first_token=2, end=4, turn=1)]
 
 
 def test_context_stands_between_turns_and_a_branch_says_what_it_shares_with_which():
@@ -22,28 +22,31 @@ def test_context_stands_between_turns_and_a_branch_says_what_it_shares_with_whic
     ids = [*first, *second, *third, *fourth]
     turns = [(2, 1), (4, 1), (9, 1), (12, 1), (19, 1)]
     assert parts_of(ids, turns, [5, 10, 13]) == [
-        Part(first_token=2, end=3, turn=1),
-        Part(first_token=3, end=4),
-        Part(first_token=4, end=5, turn=2),
-        Part(first_token=5, end=9, branch=2, num_shared=3, shared_with=1),
-        Part(first_token=9, end=10, turn=3),
-        Part(first_token=10, end=12, branch=3, num_shared=1, shared_with=2),
-        Part(first_token=12, end=13, turn=4),
-        Part(first_token=13, end=19, branch=4, num_shared=5, shared_with=2),
-        Part(first_token=19, end=20, turn=5),
+        TrajectoryPart(first_token=2, end=3, turn=1),
+        TrajectoryPart(first_token=3, end=4),
+        TrajectoryPart(first_token=4, end=5, turn=2),
+        TrajectoryPart(first_token=5, end=9, branch=2, num_shared=3, shared_with=1),
+        TrajectoryPart(first_token=9, end=10, turn=3),
+        TrajectoryPart(first_token=10, end=12, branch=3, num_shared=1, shared_with=2),
+        TrajectoryPart(first_token=12, end=13, turn=4),
+        TrajectoryPart(first_token=13, end=19, branch=4, num_shared=5, shared_with=2),
+        TrajectoryPart(first_token=19, end=20, turn=5),
     ]
 
 
 def test_what_a_branch_shares_ends_where_its_reply_begins():
     again = parts_of([1, 2, 5, 1, 2, 5], [(2, 1), (5, 1)], [3])
-    assert again[1] == Part(first_token=3, end=5, branch=2, num_shared=2, shared_with=1)
+    assert again[1] == TrajectoryPart(first_token=3, end=5, branch=2, num_shared=2, shared_with=1)
 
 
 def test_a_turn_names_the_versions_of_its_own_tokens():
     runs = [(2, "v1.1"), (4, "v1.2"), (9, "v1.3")]
-    turns = [Part(first_token=2, end=5, turn=1), Part(first_token=7, end=9, turn=2)]
+    turns = [
+        TrajectoryPart(first_token=2, end=5, turn=1),
+        TrajectoryPart(first_token=7, end=9, turn=2),
+    ]
     assert [versions_of(turn, runs) for turn in turns] == [["v1.1", "v1.2"], ["v1.2"]]
-    assert versions_of(Part(first_token=9, end=11, turn=3), runs) == ["v1.3"]
+    assert versions_of(TrajectoryPart(first_token=9, end=11, turn=3), runs) == ["v1.3"]
 
 
 def test_calls_of_tools_are_named_as_templates_write_them():

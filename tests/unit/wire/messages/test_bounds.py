@@ -15,7 +15,7 @@ from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages import broker, codec
 from slipstream.wire.messages.bounds import Body, Several
 from slipstream.wire.messages.followers import ToFollower, ToLeader
-from slipstream.wire.messages.parts import HeadCommand, PartReport
+from slipstream.wire.messages.part_relays import HeadCommand, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayRequest
 from slipstream.wire.messages.trajectory import TrajectoryPayload, Transcript
 from slipstream.wire.messages.weightbus import AgentMessage, BucketAnswer, Command, FetchBucket

@@ -15,7 +15,13 @@ import pytest
 from slipstream.broker.listening.health_port import serving
 from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.health import Health, Observation, probe, why_not_live, why_not_ready
+from slipstream.wire.process.health import (
+    Health,
+    HealthObservation,
+    probe,
+    why_not_live,
+    why_not_ready,
+)
 from tests.support.clock import Clock
 from tests.support.waiting import HANG_S
 
@@ -29,7 +35,7 @@ class Counting:
     missing = ""
 
 
-def observed(health: Health, clock: Clock, seconds: float) -> Observation:
+def observed(health: Health, clock: Clock, seconds: float) -> HealthObservation:
     """Return what is seen after so many seconds, looked at once a second."""
     for _ in range(round(seconds)):
         clock.now_s += 1.0
@@ -111,7 +117,7 @@ def test_a_loop_that_has_ended_is_neither_live_nor_ready_whatever_ended_it():
 
 
 def test_what_a_role_lacks_is_no_reason_to_restart_it():
-    seen = Observation("running", 0.0, "its store does not answer", is_draining=False)
+    seen = HealthObservation("running", 0.0, "its store does not answer", is_draining=False)
     assert why_not_live(seen, 10.0) == ""
     assert why_not_ready(seen, 10.0) == "its store does not answer"
 

@@ -7,7 +7,7 @@ import numpy as np
 from slipstream.broker.history.columns import StoredState, write_state
 from slipstream.broker.history.compare.curves import Curve
 from slipstream.broker.history.compare.run_table import RunTable
-from slipstream.broker.history.history import History
+from slipstream.broker.history.history import RunHistory
 from slipstream.wire.messages.status import StepPoint
 from tests.support.run_folders import write_run
 from tests.support.wire_samples import STATUS
@@ -70,7 +70,7 @@ def test_lines_of_others_and_values_that_are_none_are_left_out(tmp_path: Path):
 def test_a_run_without_the_file_is_read_from_its_page(tmp_path: Path):
     folder = write_run(tmp_path / "a", steps=20, scores=[1.0, 0.0])
     (folder / "metrics.jsonl").unlink()
-    history = History(began_s=0.0)
+    history = RunHistory(began_s=0.0)
     for step in (1, 20):
         history.step(StepPoint(step=step, at_s=0.0, metrics={"reward/mean": 0.5}), 10.0 * step)
     state = StoredState(at_s=0.0, status=STATUS, history=history.columns())

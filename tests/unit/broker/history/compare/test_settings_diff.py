@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from slipstream.broker.history.compare.settings_diff import Difference, differences, read_settings
+from slipstream.broker.history.compare.settings_diff import (
+    SettingDifference,
+    differences,
+    read_settings,
+)
 from tests.support.run_folders import write_run
 
 
@@ -18,8 +22,8 @@ def test_only_what_differs_is_named_and_not_what_every_run_has_of_its_own(tmp_pa
     a = read_settings(write_run(tmp_path / "a", settings="[data]\nseed = 1\n"))
     b = read_settings(write_run(tmp_path / "b", lr=0.0))
     assert differences([a, b]) == [
-        Difference("learner.lr", ("0.0001", "0.0")),
-        Difference("data.seed", ("1", None)),
+        SettingDifference("learner.lr", ("0.0001", "0.0")),
+        SettingDifference("data.seed", ("1", None)),
     ]
     assert differences([a, a]) == []
     assert differences([]) == []

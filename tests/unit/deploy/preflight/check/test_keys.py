@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.server.keyring import Holder
+from slipstream.broker.server.keyring import KeyHolder
 from slipstream.deploy.preflight.check.keys import judge_key, judge_keys
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.broker import Role
 
 KEY = ClientKey(name="far", role="generator", public="p", secret="", broker="b")
-KNOWN = [Holder(name="far", role="generator", public="p")]
+KNOWN = [KeyHolder(name="far", role="generator", public="p")]
 
 
 def test_a_key_must_be_of_a_role_of_its_host_and_known():
@@ -17,7 +17,7 @@ def test_a_key_must_be_of_a_role_of_its_host_and_known():
     assert wrong.outcome == "fail"
     assert wrong.found.endswith("of the role generator, expected learner or reward_worker")
     assert judge_key(KEY, {"generator-0"}, []).outcome == "fail"
-    other = [Holder(name="far", role="generator", public="q")]
+    other = [KeyHolder(name="far", role="generator", public="q")]
     assert judge_key(KEY, {"generator-0"}, other).outcome == "fail", "made again meanwhile"
 
 

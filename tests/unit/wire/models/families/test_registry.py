@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.parts import Family, FusionKind, HfTensor, Parameter, Size
 from slipstream.wire.models.families.registry import (
     FAMILIES,
     EngineTensor,
     engine_tensor,
     engine_tensors,
 )
+from slipstream.wire.models.families.tables import Family, FusionKind, HfTensor, Parameter, Size
 from slipstream.wire.models.hf_config import load_hf_config
 
 QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.broker.dashboard.expected import Expectation, Expected
+from slipstream.broker.dashboard.advice_process import AdviceProcess, Expectation
 from tests.support.waiting import HANG_S
 
 PRINTS = "import sys, json; print(json.dumps(sys.argv[1:]))"
@@ -12,11 +12,11 @@ FAILS = "import sys; print('first', file=sys.stderr); sys.exit('runs/x: has 2 le
 HANGS = "import time; time.sleep(1000)"
 
 
-def expected(program: str, **options: float) -> Expected:
-    return Expected(Path("runs/a b"), command=(sys.executable, "-c", program), **options)  # type: ignore[arg-type]
+def expected(program: str, **options: float) -> AdviceProcess:
+    return AdviceProcess(Path("runs/a b"), command=(sys.executable, "-c", program), **options)  # type: ignore[arg-type]
 
 
-async def _known(one: Expected) -> Expectation:
+async def _known(one: AdviceProcess) -> Expectation:
     async with asyncio.timeout(HANG_S):
         while (found := one.ask()).state == "computing":  # noqa: ASYNC110 another process
             await asyncio.sleep(0.02)
@@ -34,7 +34,7 @@ async def test_it_is_computed_once_it_is_asked_for_and_kept():
 
 async def test_an_old_one_is_computed_again():
     now_s = 0.0
-    one = Expected(Path("r"), command=(sys.executable, "-c", PRINTS), now=lambda: now_s)
+    one = AdviceProcess(Path("r"), command=(sys.executable, "-c", PRINTS), now=lambda: now_s)
     await _known(one)
     now_s = 59.0
     assert (one.ask().state, one.ask().age_s) == ("known", 59.0)
@@ -50,7 +50,7 @@ def test_why_there_is_none_is_said_in_the_command_s_last_line():
 
 
 def test_a_command_that_is_not_there_is_no_error_of_the_page():
-    found = asyncio.run(_known(Expected(Path("r"), command=("/no/such/program",))))
+    found = asyncio.run(_known(AdviceProcess(Path("r"), command=("/no/such/program",))))
     assert "No such file" in found.reason
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from slipstream.broker.history.trajectories import Row, Stretch, Token
-from slipstream.wire.files.trained_parts import Part, called_tools, excerpt, parts_of
+from slipstream.broker.history.trajectories import Stretch, Token, TrainedRow
+from slipstream.wire.files.trained_parts import TrajectoryPart, called_tools, excerpt, parts_of
 
 MAX_DRAWN = 20_000  # tokens of one trajectory
 MAX_STRETCHES = 1_000
@@ -11,7 +11,7 @@ MAX_CONTEXT = 200_000  # characters of all context of a trajectory
 MAX_ONE_CONTEXT = 8_000
 
 
-def drawn(row: Row) -> tuple[list[Stretch], list[Token]]:
+def drawn(row: TrainedRow) -> tuple[list[Stretch], list[Token]]:
     """Return the stretches of a trajectory, and the first of the tokens of its turns."""
     parts = parts_of(row.token_ids, row.chosen, row.branches)
     all_tokens = list(_tokens(row))
@@ -39,7 +39,7 @@ def drawn(row: Row) -> tuple[list[Stretch], list[Token]]:
     return stretches, tokens
 
 
-def _context(part: Part, texts: list[str], most: int) -> Stretch:
+def _context(part: TrajectoryPart, texts: list[str], most: int) -> Stretch:
     shared = "".join(texts[: part.num_shared])
     return Stretch(
         num_tokens=part.end - part.first_token,
@@ -51,7 +51,7 @@ def _context(part: Part, texts: list[str], most: int) -> Stretch:
     )
 
 
-def _tokens(row: Row) -> Iterator[Token]:
+def _tokens(row: TrainedRow) -> Iterator[Token]:
     """Yield the tokens after the prompt; without their texts all of it is at the first one."""
     count = len(row.token_ids) - row.num_prompt_tokens
     texts = row.token_texts or [row.answer] + [""] * (count - 1)

@@ -30,7 +30,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class Expected:
+class AdviceProcess:
     """Computes it when it is asked for, one at a time."""
 
     def __init__(

@@ -133,7 +133,7 @@ Table = Mapping[str, Parameter]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class OptionalTable:
     """Parameters of every layer of a model whose config.json sets a key, or does not."""
 
     key: str
@@ -146,7 +146,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RouterTraits:
     """How the family chooses a token's experts and weighs them."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -166,7 +166,7 @@ class Family:
     layer: Table  # of every layer, by Megatron's name within it
     mlp: Table  # of a layer without experts
     sparse: Table = field(default_factory=dict)  # of a layer with them
-    options: tuple[Option, ...] = ()
+    options: tuple[OptionalTable, ...] = ()
     ends: Table  # before and after the layers, by Megatron's name
     keys: frozenset[str] = frozenset()  # of config.json that it reads, beside those of all
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys of config.json to those of all
@@ -176,7 +176,7 @@ class Family:
     megatron: Mapping[str, object] = field(
         default_factory=dict
     )  # of its TransformerConfig, besides
-    router: Router = Router()
+    router: RouterTraits = RouterTraits()
     is_latent: bool = False  # attention's keys and values are compressed (MLA)
     turns_pairs: bool = False  # rotary embeddings turn neighbors, not a channel of each half
     has_dp_attention: bool = False  # SGLang can split its attention over fewer ranks than its MLP

@@ -16,7 +16,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MAX_PORT = 65_535
 
 
-class Door:
+class PageAccess:
     """The token of a page, and the port that it was served at before."""
 
     def __init__(self, folder: Path | None) -> None:

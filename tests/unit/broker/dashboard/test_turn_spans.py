@@ -2,20 +2,20 @@
 
 import msgspec
 
-from slipstream.broker.dashboard.stretches import (
+from slipstream.broker.dashboard.turn_spans import (
     MAX_CONTEXT,
     MAX_DRAWN,
     MAX_ONE_CONTEXT,
     MAX_STRETCHES,
     drawn,
 )
-from slipstream.broker.history.trajectories import Row, Run, Stretch, TurnTokens
+from slipstream.broker.history.trajectories import Stretch, TrainedRow, TurnTokens, VersionTokens
 from slipstream.wire.files.trained_parts import Excerpt
 
 OBSERVATION = 8 << 20  # characters
 
 
-def row_of(*turns: tuple[list[str], list[str]], branches: tuple[int, ...] = ()) -> Row:
+def row_of(*turns: tuple[list[str], list[str]], branches: tuple[int, ...] = ()) -> TrainedRow:
     """One whose turns are (texts of context, texts of the reply), the first context its prompt."""
     texts: list[str] = []
     chosen, starts = [], []
@@ -27,7 +27,7 @@ def row_of(*turns: tuple[list[str], list[str]], branches: tuple[int, ...] = ()) 
         texts += reply
     first = chosen[0].first_token
     known = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    return Row(
+    return TrainedRow(
         step=5,
         group_id=1,
         sibling=0,
@@ -36,7 +36,7 @@ def row_of(*turns: tuple[list[str], list[str]], branches: tuple[int, ...] = ()) 
         reward=1.0,
         num_prompt_tokens=first,
         token_ids=[known[text] for text in texts],
-        version_runs=[Run(first, "v1.4", 4)],
+        version_runs=[VersionTokens(first, "v1.4", 4)],
         logprob_diffs=[0.0] * (len(texts) - first),
         token_texts=texts[first:],
         turns=chosen,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 _EVERY_S = 60.0
 
 
-class Rarely:
+class RateLimitedLog:
     """Logs at most one line a minute, with the number of lines since the last one."""
 
     def __init__(
