@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -20,9 +20,12 @@ from slipstream.broker.data.prompts import Prompts, load_prompts
 from slipstream.broker.identity import RunIdentity, write_identity
 from slipstream.broker.ledger.events import Trained, decode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.report.trackers.background import BackgroundTrackers
+from slipstream.broker.server.assembly import make_server
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
+from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.startup import StartState, open_records, start_run, start_trackers
 from slipstream.broker.store.base import TrajectoryStore
@@ -52,11 +55,8 @@ _CLOCK_S = 1.0
 _LEAST_DESCRIPTORS = 256
 _LEAST_LISTENING = 4_096  # strangers are counted, and a few hundred more may come meanwhile
 _FEW_DESCRIPTORS = 4_096
-_GARBAGE_AFTER = (
-    20_000,
-    10,
-    50,
-)  # items hold no cycles, and a collection of all of them stops the loop
+# Items hold no cycles, and a collection of all of them stops the loop.
+_GARBAGE_AFTER = (20_000, 10, 50)
 
 
 async def serve(
@@ -73,12 +73,9 @@ async def serve(
     health = health or Health()
     health.drains_when(stop.is_set)
     health.waits_for("its store to open")
-    least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS
-    limit = raise_descriptor_limit(least)
-    if limit < _FEW_DESCRIPTORS:
-        _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
+    _raise_descriptor_limit(settings)
     gc.disable()  # the state read back stays
-    run, broker = settings.run, settings.broker
+    run = settings.run
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
     telemetry = Telemetry(run)
@@ -96,44 +93,46 @@ async def serve(
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(context.term)
         ring, key = await _open_to_others(settings, context, cleanup)
-        server, committer, beginning = await _make_server(
-            settings, prompts, store, telemetry, trackers, ring, restarted=restarted
+        beginning, trail = await _begin(settings, prompts, store, restarted=restarted)
+        committer = GroupCommitter(store)
+        server = await _make_server(
+            settings, beginning, trail, store, committer, telemetry, trackers, ring
         )
         cleanup.callback(server.close_records)
         gc.freeze()
         gc.set_threshold(*_GARBAGE_AFTER)
         gc.enable()
         telemetry.store_trouble = lambda: store_trouble(store, redis_server)
-        recorder = None
+        jobs = [committer.run(), store.watch(), end_after(run.max_hours, server.plan_stop)]
         if settings.broker.dashboard.enabled:
-            fsync = settings.broker.redis.known_fsync or fsync_of(await store.durability())
-            missed = trained_steps(beginning.events)
-            recorder = await _open_dashboard(settings, server, fsync, missed, cleanup)
-        own_socket = _own_socket(run, beginning.generation, cleanup)
-        jobs = [
-            committer.run(),
-            store.watch(),
-            server.serve(
-                context,
-                f"ipc://{own_socket}",
-                listen=broker.listen,
-                key=key,
-                max_connections=broker.max_connections,
-            ),
-            end_after(run.max_hours, server.plan_stop),
-        ]
-        if recorder is not None:
+            recorder = await _open_dashboard(settings, server, store, beginning.events, cleanup)
             jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
+        own_socket = _own_socket(run, beginning.generation, cleanup)
+        serving = server.serve(
+            context,
+            f"ipc://{own_socket}",
+            listen=settings.broker.listen,
+            key=key,
+            max_connections=settings.broker.max_connections,
+        )
+        with health.main_loop(lambda: server.num_ticks, lambda: _missing(store, server)):
+            await run_until(stop.wait(), serving, *jobs)
 
-        def missing() -> str:
-            if not store.is_answering:
-                return "its store does not answer"
-            return "" if server.num_ticks else "it does not listen yet"
 
-        with health.main_loop(lambda: server.num_ticks, missing):
-            await run_until(stop.wait(), *jobs)
+def _raise_descriptor_limit(settings: BrokerSettings) -> None:
+    least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS
+    limit = raise_descriptor_limit(least)
+    if limit < _FEW_DESCRIPTORS:
+        _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
+
+
+def _missing(store: RedisStore, server: BrokerServer) -> str:
+    """Return why the broker is not ready; empty if it is."""
+    if not store.is_answering:
+        return "its store does not answer"
+    return "" if server.num_ticks else "it does not listen yet"
 
 
 def store_trouble(store: RedisStore, server: RedisServer | None) -> str:
@@ -165,75 +164,81 @@ def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> 
         _log.warning("%s; this broker takes its place (--restarted)", error)
 
 
-async def _make_server(
-    settings: BrokerSettings,
-    prompts: Prompts,
-    store: TrajectoryStore,
-    telemetry: Telemetry,
-    trackers: BackgroundTrackers,
-    ring: KeyRing | None,
-    *,
-    restarted: bool,
-) -> tuple[BrokerServer, GroupCommitter, StartState]:
-    """Read the ledger back, and build the server around it."""
-    run, broker = settings.run, settings.broker
+async def _begin(
+    settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore, *, restarted: bool
+) -> tuple[StartState, Trail]:
+    """Read the ledger back, and the trail of its events; both go on from the same event."""
     started = time.monotonic()
-    trail = Trail()
-    if broker.max_trail_bytes:
-        trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
-    trail = CountedTrail(run.folder / NUM_EVENTS, trail)
+    folder, max_bytes = settings.run.folder, settings.broker.max_trail_bytes
+    kept = FolderTrail(folder / TRAIL, max_bytes) if max_bytes else Trail()
+    trail = CountedTrail(folder / NUM_EVENTS, kept)
     first_event = trail.next_event
     beginning = await start_run(
         settings, prompts, store, restarted=restarted, first_event=first_event
     )
-    ledger = beginning.ledger
-    telemetry.versions["redis"] = await store.server_version()
-    durability = await store.durability()
-    if "always" not in durability:
-        _log.warning("%s (broker.redis.fsync)", durability)
-    if (lost := first_event - ledger.book.state.num_events) > 0:
+    book = beginning.ledger.book
+    if (lost := first_event - book.state.num_events) > 0:
         _log.error(
             "the store lacks the last %d events that it acknowledged: the run continues at step "
             "%d, where the rest of its events ends, as another life",
             lost,
-            ledger.book.step,
+            book.step,
         )
-        trail.cut_from(ledger.book.state.num_events)
-    first = ledger.book.state.num_events - len(beginning.events)
+        trail.cut_from(book.state.num_events)
+    first = book.state.num_events - len(beginning.events)
     trail.append(first, time.time(), beginning.events)
-    records = await open_records(settings, ledger, trackers, store, trained_steps(beginning.events))
-    committer = GroupCommitter(store)
-    server = BrokerServer(
-        ledger=ledger,
-        scoring=ScoringQueue(lease_s=broker.lease_s),
-        committer=committer,
-        store=store,
-        telemetry=telemetry,
+    _log.info(
+        "generation %d of the broker: %d groups under way, read in %.2f s",
+        beginning.generation,
+        len(book.groups),
+        time.monotonic() - started,
+    )
+    return beginning, trail
+
+
+async def _make_server(
+    settings: BrokerSettings,
+    beginning: StartState,
+    trail: Trail,
+    store: TrajectoryStore,
+    committer: GroupCommitter,
+    telemetry: Telemetry,
+    trackers: BackgroundTrackers,
+    ring: KeyRing | None,
+) -> BrokerServer:
+    """Build the server around a ledger."""
+    run, broker, ledger = settings.run, settings.broker, beginning.ledger
+    telemetry.versions["redis"] = await store.server_version()
+    durability = await store.durability()
+    if "always" not in durability:
+        _log.warning("%s (broker.redis.fsync)", durability)
+    scoring = ScoringQueue(lease_s=broker.lease_s)
+    report = RunReport(
+        ledger.book,
+        scoring,
+        telemetry,
+        await open_records(settings, ledger, trackers, store, trained_steps(beginning.events)),
         run_name=run.name,
+        store_name=f"{telemetry.versions['redis']}, {durability}",
+        generation=beginning.generation,
+    )
+    rules = ServerRules(
         max_message_bytes=broker.max_message_bytes,
         max_requests_per_s=broker.max_requests_per_s,
-        keys=ring,
         scores_inline=settings.reward.inline,
         environment_scores=settings.environment.is_named,
         cache_bytes=broker.cache_bytes,
-        records=records,
-        trail=trail,
-        store_name=f"{telemetry.versions['redis']}, {durability}",
-        generation=beginning.generation,
-        on_epoch=_remembered(run, beginning.identity),
+    )
+    on_epoch = _remembered(run, beginning.identity)
+    server = make_server(
+        ledger, scoring, store, committer, report, rules, keys=ring, trail=trail, on_epoch=on_epoch
     )
     for group in ledger.book.groups.values():
         if group.item == "eval" and group.headers:  # their part of eval/ is kept in memory
             keys = group.trajectory_keys()
             for key, stored in zip(keys, await store.fetch(keys), strict=True):
                 server.frames.pin(key, stored)  # a group at a time, as much as there is room for
-    _log.info(
-        "generation %d of the broker: %d groups under way, read in %.2f s",
-        beginning.generation,
-        len(ledger.book.groups),
-        time.monotonic() - started,
-    )
-    return server, committer, beginning
+    return server
 
 
 def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]:
@@ -274,8 +279,8 @@ def _own_socket(run: RunSection, generation: int, cleanup: AsyncExitStack) -> Pa
 async def _open_dashboard(
     settings: BrokerSettings,
     server: BrokerServer,
-    fsync: str,
-    missed: Mapping[int, Mapping[str, float]],
+    store: RedisStore,
+    events: Iterable[bytes],
     cleanup: AsyncExitStack,
 ) -> SnapshotRecorder:
     folder = settings.run.folder
@@ -284,8 +289,8 @@ async def _open_dashboard(
         folder / PAGE_STATE,
         letters=server.report.dead_letters,
         high_water_bytes=settings.broker.high_water_bytes,
-        fsync=fsync,
-        missed=missed,
+        fsync=settings.broker.redis.known_fsync or fsync_of(await store.durability()),
+        missed=trained_steps(events),
         shared_cores=await asyncio.to_thread(_shared_cores, settings),
     )
     page = settings.broker.dashboard

@@ -1,6 +1,7 @@
 """Limits of one connection: requests at a time, and their size. Pure."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slipstream.wire.messages.broker import Role
@@ -12,6 +13,17 @@ _MAX_STRANGERS = 4_096  # clients that are remembered; the quietest is forgotten
 _SMALL_BYTES = 16 * 1024 * 1024
 _TINY_BYTES = 64 * 1024
 _BODY_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRules:
+    """The settings that a server obeys."""
+
+    max_message_bytes: int
+    max_requests_per_s: float = 10_000.0
+    scores_inline: bool = False  # generators score what they deliver (reward.inline)
+    environment_scores: bool = False  # an environment, which generators run, may give a reward
+    cache_bytes: int = 1 << 28
 
 
 class RateLimit(Generic[P]):

@@ -8,39 +8,36 @@ wait for the store.
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
-from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.listening.gate import Limit, limit_of
-from slipstream.broker.report.reward_trouble import RewardTrouble
-from slipstream.broker.report.run_records import RunRecords
-from slipstream.broker.report.run_report import RunReport
-from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.clients import ClientRequest, Clients
 from slipstream.broker.server.generation import GenerationHandler, GenerationRequest
-from slipstream.broker.server.keyring import BrokerKey, KeyRing
+from slipstream.broker.server.keyring import BrokerKey
 from slipstream.broker.server.learner import LearnerHandler, LearnerRequest
-from slipstream.broker.server.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
+from slipstream.broker.server.limits import (
+    MAX_FRAMES,
+    RateLimit,
+    ServerRules,
+    max_body_bytes,
+    max_bytes,
+)
 from slipstream.broker.server.operators import OperatorHandler
+from slipstream.broker.server.outbox import Outbox
 from slipstream.broker.server.pending import PendingRequest, PendingRequests
 from slipstream.broker.server.permissions import may_send
 from slipstream.broker.server.refusals import ErrorAnswers
 from slipstream.broker.server.reply import ANSWERED, BrokerReply, HelloFirstError, Later, Outcome
-from slipstream.broker.server.router import EventLoopRouter, Peer
+from slipstream.broker.server.router import EventLoopRouter, Peer, RouterGroup
 from slipstream.broker.server.scoring import ScoringHandler
 from slipstream.broker.server.sessions import ClientSession
-from slipstream.broker.store.base import StoredTrajectory, TrajectoryStore
-from slipstream.broker.store.event_log import Trail
-from slipstream.broker.store.group_commit import GroupCommitter
-from slipstream.broker.store.journal import LedgerWriter
-from slipstream.broker.store.payload_cache import FrameCache
 from slipstream.wire.errors import ForbiddenError, ProtocolError, SlowDownError
 from slipstream.wire.messages.broker import (
     WIRE_REVISION,
@@ -61,11 +58,11 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.codec import Frame, decode_request, encode, expect_frames
 from slipstream.wire.messages.pieces import joined, most_pieces
-from slipstream.wire.messages.trajectory import TrajectoryKey
 
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
+_GROUPS, _SCORING, _BATCHES = range(3)  # kinds of waiting requests, in the order of their grants
 _SHARE = 1 / 4  # of descriptors: for either socket
 MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
@@ -82,93 +79,49 @@ def may_wait_s(asked_s: float) -> float:
     return max(0.0, min(MAX_WAIT_S, asked_s))  # in this order NaN is MAX_WAIT_S
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handlers:
+    """Handlers of requests, by concern."""
+
+    clients: Clients
+    generation: GenerationHandler
+    scoring: ScoringHandler
+    learner: LearnerHandler
+    operators: OperatorHandler
+
+
 class BrokerServer:
     """Owns the sockets, and hands each request to the handler of its concern."""
 
     def __init__(
         self,
-        *,
         ledger: Ledger,
-        scoring: ScoringQueue,
-        committer: GroupCommitter,
-        store: TrajectoryStore,
-        telemetry: Telemetry,
-        run_name: str,
-        max_message_bytes: int,
-        max_requests_per_s: float = 10_000.0,
-        keys: KeyRing | None = None,
-        scores_inline: bool = False,
-        environment_scores: bool = False,
-        cache_bytes: int = 1 << 28,
-        records: RunRecords | None = None,
-        trail: Trail | None = None,
-        store_name: str = "",
-        generation: int = 0,
-        on_epoch: Callable[[int], None] = lambda _: None,
-        now: Callable[[], float] = time.monotonic,
+        leases: LeaseBook,
+        handlers: Handlers,
+        outbox: Outbox,
+        pending: PendingRequests,
+        routers: RouterGroup,
+        rules: ServerRules,
+        now: Callable[[], float],
     ) -> None:
         self._ledger = ledger
-        self._max_message_bytes = max_message_bytes
-        self._most_pieces = most_pieces(max_message_bytes, MAX_FRAMES)
-        self._rate: RateLimit[Peer | str] = RateLimit(max_requests_per_s)  # keys have one each
-        self._may_send = partial(
-            may_send, scores_inline=scores_inline, environment_scores=environment_scores
-        )
-        self._trail = trail or Trail()
-        self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._on_flood)
+        self._leases = leases
+        self._handlers = handlers
+        self._clients, self._sessions = handlers.clients, handlers.clients.sessions
+        self._outbox = outbox
+        self._persist = outbox.persist
+        self._routers = routers
+        self._rules = rules
+        self._most_pieces = most_pieces(rules.max_message_bytes, MAX_FRAMES)
+        self._rate: RateLimit[Peer | str] = RateLimit(rules.max_requests_per_s)  # one for each key
         self._now = now
-        self._routers: list[EventLoopRouter] = []
-        self._settling: asyncio.Handle | None = None
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
-
         self.num_ticks = 0  # of the loop, about one a second while it turns
-        self.telemetry = telemetry
-        self.frames = FrameCache(cache_bytes, store, committer)
-        records = records or RunRecords()
-        self.report = RunReport(
-            ledger.book,
-            scoring,
-            telemetry,
-            records,
-            run_name=run_name,
-            store_name=store_name,
-            generation=generation,
-        )
-        leases = LeaseBook(
-            ledger, scoring, scores_inline=scores_inline, on_return=self._settle_soon
-        )
-        trouble = RewardTrouble()
-        clients = Clients(ledger, leases, self.report, keys, now)
-        sessions = clients.sessions
-        self._leases, self._clients, self._sessions = leases, clients, sessions
-        self._refusals = ErrorAnswers(telemetry, sessions, now)
-        self._scoring = ScoringHandler(
-            ledger.book, leases, self.frames, sessions, records, trouble, now
-        )
-        self._generation = GenerationHandler(
-            ledger, leases, self.frames, sessions, self._scoring, now
-        )
-        self._learner = LearnerHandler(
-            ledger,
-            self.frames,
-            sessions,
-            clients,
-            self.report,
-            trouble,
-            on_epoch=on_epoch,
-            persist=self._persist,
-        )
-        self._operators = OperatorHandler(ledger, clients, self.report)
-        self.pending_groups: PendingRequests[LeaseGroups] = PendingRequests(
-            self._generation.lease, self._generation.no_work, self._finish
-        )
-        self.pending_scoring: PendingRequests[LeaseScoring] = PendingRequests(
-            self._scoring.lease, self._scoring.no_work, self._finish
-        )
-        self.pending_batches: PendingRequests[RequestBatch] = PendingRequests(
-            self._learner.batch, self._learner.no_batch, self._finish
-        )
+        self.pending = pending
+        self.frames, self.report = outbox.frames, outbox.report
+        self.telemetry = self.report.telemetry
+        self._errors = ErrorAnswers(self.telemetry, self._sessions, now)
 
     # ---- the loop ------------------------------------------------------------
 
@@ -202,21 +155,16 @@ class BrokerServer:
                 if listen and key is not None:
                     limit = limit_of(_SHARE, most=max_connections, setting="broker.max_connections")
                     self._listen(context, listen, key.secret, limit)
-                    _log.info("other hosts find this broker at %s", self._routers[-1].endpoint)
+                    _log.info("other hosts find this broker at %s", self.addresses[-1])
                 await self._tick()
         finally:
-            for pending in (self.pending_groups, self.pending_scoring, self.pending_batches):
-                pending.close()
-            if self._settling is not None:
-                self._settling.cancel()
-            for router in self._routers:
-                router.close()
-            self._routers.clear()
+            self.pending.close()
+            self._routers.close()
 
     def _listen(
         self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes, limit: Limit
     ) -> None:
-        self._routers.append(
+        self._routers.add(
             EventLoopRouter(
                 context, endpoint, on_message=self._receive, secret_key=secret, limit=limit
             )
@@ -225,7 +173,7 @@ class BrokerServer:
     @property
     def addresses(self) -> list[str]:
         """Addresses that it listens on."""
-        return [router.endpoint for router in self._routers]
+        return self._routers.endpoints
 
     async def _tick(self) -> None:
         """End leases of silent holders and refresh keys, about once a second."""
@@ -236,7 +184,7 @@ class BrokerServer:
             due_s = last_s + every_s
             await asyncio.sleep(max(0.0, due_s - self._now()))
             now = self._now()
-            late_s = max(0.0, now - (last_s if self._writer.is_flooded else due_s))
+            late_s = max(0.0, now - (last_s if self._outbox.is_flooded else due_s))
             last_s = now
             self._leases.postpone(late_s)  # heartbeats that came meanwhile are still unread
             self._clients.refresh_keys()
@@ -259,7 +207,7 @@ class BrokerServer:
             session, (body, *attached) = self._admit(peer, frames)
             reply = self._dispatch(peer, session, request_id, decode_request(body), attached)
         except ANSWERED as error:
-            reply = self._refusals.reply(peer, error)
+            reply = self._errors.reply(peer, error)
         if reply is None:
             self._persist()
         elif isinstance(reply.answer, _PROMISE_NOTHING):
@@ -285,7 +233,7 @@ class BrokerServer:
         self._clients.refuse_unchecked_key(peer)
         session = self._sessions.find(frames[1].bytes, peer)
         role = session.role if session else None
-        limit = max_bytes(role, self._max_message_bytes)
+        limit = max_bytes(role, self._rules.max_message_bytes)
         size = sum(map(len, frames))
         if size > limit:
             who = role or "client without a hello"
@@ -293,7 +241,7 @@ class BrokerServer:
         parts = joined([piece.buffer for piece in frames[2:]])
         if len(parts) > MAX_FRAMES - _ENVELOPE:
             raise ProtocolError(f"{len(parts)} frames; there may be {MAX_FRAMES - _ENVELOPE}")
-        if len(parts[0]) > max_body_bytes(role, self._max_message_bytes):
+        if len(parts[0]) > max_body_bytes(role, self._rules.max_message_bytes):
             raise ProtocolError(f"{len(parts[0])} bytes before the frames that carry the data")
         return session, parts
 
@@ -316,22 +264,22 @@ class BrokerServer:
             self._wait(session, request_id, request)
             return None
         if isinstance(request, GenerationRequest):
-            return self._generation.handle(session, request, frames)
+            return self._handlers.generation.handle(session, request, frames)
         if isinstance(request, SubmitScores):
-            return self._scoring.handle(session, request)
+            return self._handlers.scoring.handle(session, request)
         if isinstance(request, LearnerRequest):
-            outcome = self._learner.handle(session, request)
+            outcome = self._handlers.learner.handle(session, request)
             if isinstance(outcome, BrokerReply):
                 return outcome
             self._spawn(session, request_id, outcome)
             return None
         if isinstance(request, ClientRequest):
             if isinstance(request, Goodbye) and self._sessions.is_current(session):
-                self.pending_groups.dismiss(session.name)
-                self.pending_scoring.dismiss(session.name)
+                self.pending.dismiss((_GROUPS, session.name))
+                self.pending.dismiss((_SCORING, session.name))
                 self._sessions.leaves(session)
             return self._clients.handle(session, request)
-        return self._operators.handle(session, request)
+        return self._handlers.operators.handle(session, request)
 
     def _permitted(
         self, session: ClientSession | None, request: Request, frames: Sequence[Frame]
@@ -346,7 +294,12 @@ class BrokerServer:
         kind = type(request).__name__
         if session is None:
             raise HelloFirstError("send a hello first")
-        if not self._may_send(session.role, request):
+        if not may_send(
+            session.role,
+            request,
+            scores_inline=self._rules.scores_inline,
+            environment_scores=self._rules.environment_scores,
+        ):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.received_from(session.name)
         if not isinstance(request, SubmitTrajectory):
@@ -360,31 +313,25 @@ class BrokerServer:
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
         """Answer a waiting request now if possible, or else keep it until it can be."""
-        wait_s = may_wait_s(request.wait_s)
-        name = session.name
-        match request:
-            case LeaseGroups(adopted=adopted, max_sequences=room):
-                kind = (adopted, room)
-                groups = PendingRequest(session, request_id, request, key=name, kind=kind)
-                self.pending_groups.add(groups, wait_s)
-            case LeaseScoring():
-                scoring = PendingRequest(session, request_id, request, key=name, kind=name)
-                self.pending_scoring.add(scoring, wait_s)
-            case RequestBatch(step=step):
-                batch = PendingRequest(session, request_id, request, key=(name, step), kind=step)
-                self.pending_batches.add(batch, wait_s)
-        self._settle_soon()
-
-    def _settle_soon(self) -> None:
-        """Grant work to pending requests, once for all that happens in this moment."""
-        if self._settling is None:
-            self._settling = asyncio.get_running_loop().call_soon(self._settle)
-
-    def _settle(self) -> None:
-        self._settling = None
-        self.pending_groups.settle()
-        self.pending_scoring.settle()
-        self.pending_batches.settle()
+        name, handlers = session.name, self._handlers
+        key: Hashable
+        detail: Hashable
+        attempt: Callable[[], Outcome | None]
+        if isinstance(request, LeaseGroups):
+            rank, key, detail = _GROUPS, (_GROUPS, name), (request.adopted, request.max_sequences)
+            attempt = partial(handlers.generation.lease, session, request)
+            at_timeout = partial(handlers.generation.no_work, session, request)
+        elif isinstance(request, LeaseScoring):
+            rank, key, detail = _SCORING, (_SCORING, name), name
+            attempt = partial(handlers.scoring.lease, session, request)
+            at_timeout = partial(handlers.scoring.no_work, session, request)
+        else:
+            rank, key, detail = _BATCHES, (_BATCHES, name, request.step), request.step
+            attempt = partial(handlers.learner.batch, session, request)
+            at_timeout = partial(handlers.learner.no_batch, session, request)
+        answer = partial(self._finish, session, request_id)
+        waiting = PendingRequest(key, (rank, detail), attempt, at_timeout, answer)
+        self.pending.add(waiting, may_wait_s(request.wait_s))
 
     # ---- answer --------------------------------------------------------------
 
@@ -399,9 +346,7 @@ class BrokerServer:
         except SlowDownError as error:
             outcome = error
         reply = (
-            self._refusals.reply(session.peer, outcome)
-            if isinstance(outcome, Exception)
-            else outcome
+            self._errors.reply(session.peer, outcome) if isinstance(outcome, Exception) else outcome
         )
         self._answer(session.peer, request_id, reply)
 
@@ -429,7 +374,7 @@ class BrokerServer:
             try:
                 reply = await later.job
             except ANSWERED as error:
-                reply = self._refusals.reply(session.peer, error)
+                reply = self._errors.reply(session.peer, error)
             finally:
                 self._jobs_of[holder] -= 1
                 if not self._jobs_of[holder]:
@@ -437,27 +382,6 @@ class BrokerServer:
             self._answer(session.peer, request_id, reply)
 
         self._jobs.create_task(run())
-
-    def _persist(
-        self,
-        put: dict[TrajectoryKey, StoredTrajectory] | None = None,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Hand the ledger's events to the store; ``then`` follows when they are durable."""
-        events, released = self._leases.drain()
-        self._writer.write(events, put or {}, released, then)
-        self.frames.discard(released)
-        if events:
-            self._settle_soon()
-            self.report.events(events)
-
-    def _on_flood(self, is_flooded: bool) -> None:
-        """Take no more while the store lags far behind."""
-        for router in self._routers:
-            if is_flooded:
-                router.pause()
-            else:
-                router.resume()
 
     # ---- the end -------------------------------------------------------------
 
@@ -469,6 +393,4 @@ class BrokerServer:
 
     def close_records(self) -> None:
         """Write the run's outcome."""
-        self.report.close()
-        self._writer.close()
-        self._trail.close()
+        self._outbox.close()

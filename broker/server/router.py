@@ -166,3 +166,36 @@ class EventLoopRouter:
                 self._check()  # no other event would follow for messages behind this one
                 raise
         self._check()
+
+
+class RouterGroup:
+    """All sockets of one server."""
+
+    def __init__(self) -> None:
+        self._routers: list[EventLoopRouter] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._routers)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Addresses of the sockets, in the order of opening."""
+        return [router.endpoint for router in self._routers]
+
+    def add(self, router: EventLoopRouter) -> None:
+        """Take in a socket."""
+        self._routers.append(router)
+
+    def hold(self, is_flooded: bool) -> None:
+        """Receive nothing while the store lags far behind, and again afterwards."""
+        for router in self._routers:
+            if is_flooded:
+                router.pause()
+            else:
+                router.resume()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for router in self._routers:
+            router.close()
+        self._routers.clear()

@@ -119,8 +119,8 @@ class LedgerWriter:
         return encode_state(state)
 
     def close(self) -> None:
-        """Write the rest of the trail."""
+        """Write the rest of the trail, and close it."""
         if self._writing_trail is not None:
             self._writing_trail.cancel()
             self._writing_trail = None
-        self._trail.write()
+        self._trail.close()

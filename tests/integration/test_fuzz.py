@@ -31,9 +31,9 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.report import publishes
-from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server import sessions
 from slipstream.broker.server.keyring import KeyRing, broker_key, make_client_key
+from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ProtocolError
@@ -65,10 +65,10 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.codec import decode_answer, encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
-from slipstream.wire.settings.sections import RunSection
 from tests.support.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
 from tests.support.ledger_driver import header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
+from tests.support.running_broker import make_test_server
 from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import DECODERS, FAMILIES, REQUESTS
 
@@ -159,9 +159,7 @@ class Fuzzed:
             "members": len(server.telemetry._members),
             "publishes": len(server.telemetry._publishes.records),
             "buckets": len(server._rate),
-            "leases": len(server.pending_groups),
-            "scorings": len(server.pending_scoring),
-            "batches": len(server.pending_batches),
+            "pending": len(server.pending),
             "jobs": sum(server._jobs_of.values()),
             "waiting": self.scoring.num_waiting + self.scoring.num_leased,
             "groups": len(self.ledger.book.groups),
@@ -178,9 +176,7 @@ MOST = {
     "members": publishes.MAX_MEMBERS,
     "publishes": publishes.MAX_PUBLISHES,
     "buckets": 4_096,
-    "leases": 4_096,
-    "scorings": 4_096,
-    "batches": 64,
+    "pending": 8_256,
     "jobs": 1_024,
     "waiting": 1_000,
     "groups": 1_000,
@@ -203,19 +199,13 @@ async def fuzzed(
     ledger, store = make_ledger(rules), MemoryStore()
     ledger._terms._lease_s = 3_600.0  # what changes by itself would hide what a message changed
     scoring, committer = ScoringQueue(lease_s=3_600.0), GroupCommitter(store)
-    server = BrokerServer(
-        ledger=ledger,
-        scoring=scoring,
-        committer=committer,
-        store=store,
-        telemetry=Telemetry(RunSection(name="run")),
-        run_name="run",
-        scores_inline=True,
+    limits = ServerRules(
         max_message_bytes=max_message_bytes,
         max_requests_per_s=1e6,
-        keys=ring,
+        scores_inline=True,
         cache_bytes=1 << 20,
     )
+    server = make_test_server(ledger, scoring, store, committer, limits, keys=ring)
     unix = f"ipc://{folder}/broker.sock"
     listen = "tcp://127.0.0.1:*" if listens else ""
     tasks = [

@@ -68,7 +68,9 @@ async def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_atte
         scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
         scoring = asyncio.create_task(scorer.run())
         try:
-            await until_async(lambda: it.server._learner._trouble._tries, "nothing was scored")
+            await until_async(
+                lambda: it.server._handlers.learner._trouble._tries, "nothing was scored"
+            )
             await until_async(
                 lambda: it.ledger.book.state.dropped["reward_unavailable"], "nothing was dropped"
             )

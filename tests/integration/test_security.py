@@ -17,8 +17,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
-from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.keyring import KeyHolder, KeyRing, broker_key, make_client_key, revoke
+from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ConfigError, ForbiddenError, RefusedError
@@ -59,9 +59,9 @@ from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
-from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
+from tests.support.running_broker import make_test_server
 from tests.support.waiting import HANG_S, until_async
 
 pytestmark = pytest.mark.integration
@@ -117,18 +117,9 @@ async def secured(
     doorkeeper.configure_curve_callback("slipstream", credentials_provider=ring)
     ledger = make_ledger(make_rules(groups_per_step=1, total_steps=1))
     committer = GroupCommitter(MemoryStore())
-    server = BrokerServer(
-        ledger=ledger,
-        scoring=ScoringQueue(lease_s=HANG_S),
-        committer=committer,
-        store=MemoryStore(),
-        telemetry=Telemetry(RunSection(name="run")),
-        run_name="run",
-        max_message_bytes=1_000_000,
-        max_requests_per_s=max_requests_per_s,
-        keys=ring,
-        now=now,
-    )
+    rules = ServerRules(max_message_bytes=1_000_000, max_requests_per_s=max_requests_per_s)
+    scoring = ScoringQueue(lease_s=HANG_S)
+    server = make_test_server(ledger, scoring, MemoryStore(), committer, rules, keys=ring, now=now)
     unix = f"ipc://{folder}/broker.sock"
     tasks = [
         asyncio.create_task(server.serve(context, unix, listen="tcp://127.0.0.1:*", key=key)),

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -13,8 +14,11 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.run_records import RunRecords
+from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server.assembly import make_server
 from slipstream.broker.server.keyring import KeyRing
+from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.messages.broker import (
@@ -102,6 +106,22 @@ class Running:
         return self.server.report.status()
 
 
+def make_test_server(
+    ledger: Ledger,
+    scoring: ScoringQueue,
+    store: MemoryStore,
+    committer: GroupCommitter,
+    rules: ServerRules,
+    *,
+    records: RunRecords | None = None,
+    **options: Any,  # noqa: ANN401
+) -> BrokerServer:
+    """Return a server of a run named run, without files."""
+    telemetry = Telemetry(RunSection(name="run"))
+    report = RunReport(ledger.book, scoring, telemetry, records or RunRecords(), run_name="run")
+    return make_server(ledger, scoring, store, committer, report, rules, **options)
+
+
 @asynccontextmanager
 async def running(
     folder: Path,
@@ -116,16 +136,12 @@ async def running(
     owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
     store = store or MemoryStore()
     committer = GroupCommitter(store)
-    server = BrokerServer(
-        ledger=owned,
-        scoring=ScoringQueue(lease_s=HANG_S),
-        committer=committer,
-        store=store,
-        telemetry=Telemetry(RunSection(name="run")),
-        run_name="run",
-        max_message_bytes=1_000_000,
-        scores_inline=True,
-        cache_bytes=cache_bytes,
+    server = make_test_server(
+        owned,
+        ScoringQueue(lease_s=HANG_S),
+        store,
+        committer,
+        ServerRules(max_message_bytes=1_000_000, scores_inline=True, cache_bytes=cache_bytes),
         records=records,
         on_epoch=on_epoch,
         keys=keys,

@@ -20,10 +20,11 @@ from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.server.keyring import KeyRing, make_client_key, revoke
-from slipstream.broker.service import _make_server, _remembered
+from slipstream.broker.service import _begin, _make_server, _remembered
 from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
 from slipstream.broker.store.event_log import CountedTrail, Trail
+from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import INFO_FILE, newest_checkpoint
 from slipstream.wire.files.run_folder import IDENTITY, NUM_EVENTS, TRAIL
@@ -147,8 +148,10 @@ async def broker(settings: BrokerSettings, shared: SharedMemory) -> AsyncIterato
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     store, trackers = MemoryStore(shared), BackgroundTrackers([])
     telemetry, prompts = Telemetry(settings.run), load_prompts(settings)
-    server, committer, beginning = await _make_server(
-        settings, prompts, store, telemetry, trackers, None, restarted=False
+    committer = GroupCommitter(store)
+    beginning, trail = await _begin(settings, prompts, store, restarted=False)
+    server = await _make_server(
+        settings, beginning, trail, store, committer, telemetry, trackers, None
     )
     writing = asyncio.create_task(committer.run())
     yield beginning.ledger

@@ -88,7 +88,7 @@ async def test_no_wait_is_longer_than_the_longest_one(it: Running):
         answer = await ask(
             b"2", encode(broker.LeaseGroups(adopted=V0, max_sequences=1, wait_s=-1e308))
         )
-        (parked,) = it.server.pending_scoring._by_key.values()
+        (parked,) = it.server.pending._by_key.values()
         assert parked.timer is not None
         left_s = parked.timer.when() - asyncio.get_running_loop().time()
     assert isinstance(answer, broker.GroupsLeased)

@@ -151,7 +151,7 @@ async def test_goodbye_cancels_a_pending_request_for_work(it: Running):
     leaving = await it.client("generator", "generator-0")
     await leaving.ask(WORK, broker.GroupsLeased)
     asked = asyncio.create_task(leaving.ask(WORK, broker.GroupsLeased))
-    await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
+    await until_async(lambda: len(it.server.pending) == 1, "it does not wait")
     await leaving.ask(broker.Goodbye(), broker.Done)
     nothing, _ = await asked
     assert it.ledger.book.leases == {}
