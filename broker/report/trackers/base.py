@@ -1,7 +1,6 @@
 """The broker's interface to experiment trackers."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -73,12 +72,26 @@ class Tracker(Protocol):
         ...
 
 
-class KeepingTracker(ABC):
-    """Base of trackers whose tool takes no point back: what is repeated is not sent again."""
+class KeepingTracker:
+    """A tracker whose tool takes no point back: a repeated point is not sent again."""
 
-    def __init__(self, logged: Logged) -> None:
-        """Continue after what earlier lives logged."""
+    def __init__(
+        self,
+        logged: Logged,
+        *,
+        send: Callable[[int, Mapping[str, float]], object],
+        close: Callable[[], object],
+    ) -> None:
+        """Continue after the points of earlier lives.
+
+        Args:
+            logged: Points of earlier lives.
+            send: Adds one point to each named curve.
+            close: Flushes; nothing is sent after it.
+        """
         self._logged = logged
+        self._send = send
+        self._close = close
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add one point to each named curve, unless there is one of that step."""
@@ -86,13 +99,9 @@ class KeepingTracker(ABC):
             self._logged.add(step, figures)
             self._send(step, figures)
 
-    @abstractmethod
-    def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add one point to each named curve."""
-
-    @abstractmethod
     def close(self) -> None:
         """Flush; nothing is logged after it."""
+        self._close()
 
 
 def step_figures(point: StepPoint, status: RunStatus) -> dict[str, float]:

@@ -41,26 +41,14 @@ def load_trackers(
         ConfigError: a package is not installed, the tracker refuses its options, or trackers.json
             or tracked.json cannot be read.
     """
-    trackers: list[Tracker] = []
     ids_file = run.folder / IDS_FILE
     ids = _read(ids_file, dict[str, str | None]) or {}
-    logged = read_logged(run.folder)
-    if logged is None:  # a new run, or of a version that wrote metrics.jsonl alone
-        logged = Logged(*steps_in(run.folder / METRICS))
-        if logged.step < 0 and resumed_at is not None:
-            logged.step = resumed_at
-        if logged != Logged():
-            write_logged(run.folder, logged)  # before what is repeated is cut off there
+    logged = _logged_before(run, resumed_at)
+    trackers: list[Tracker] = []
     for name in logging.trackers:
         if name == "tensorboard":
-            from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
-
-            begun = logged.step if logged.step >= 0 else None
-            folder = run.folder / "tensorboard"
-            shown = logged.evaluated - logged.taken_back
-            trackers.append(TensorBoardTracker(folder, resumed_at=begun, evaluated=shown))
+            trackers.append(_tensorboard(run, logged))
             continue
-        adapter = importlib.import_module(f"slipstream.broker.report.trackers.{name}")
         tracked = TrackedRun(
             project=logging.project,
             name=run.name,
@@ -70,18 +58,7 @@ def load_trackers(
             run_id=ids.get(name),
             logged=Logged(logged.step, set(logged.evaluated)),
         )
-        try:
-            tracker, ids[name] = adapter.start(tracked)
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.trackers names {name}, which is not installed ({error}): "
-                f"pip install {adapter.PACKAGE}"
-            ) from error
-        except Exception as error:
-            raise ConfigError(
-                f"logging.trackers: {name} does not start (logging.{name}): "
-                f"{' '.join(str(error).split())[:300] or type(error).__name__}"
-            ) from error
+        tracker, ids[name] = _started(name, tracked)
         trackers.append(tracker)
     if ids:
         replace_file(ids_file, json.dumps(ids, indent=2).encode() + b"\n")
@@ -90,13 +67,42 @@ def load_trackers(
     return BackgroundTrackers(trackers, logged, write=partial(write_logged, run.folder))
 
 
-def read_logged(run_folder: Path) -> Logged | None:
-    """Return what earlier lives of a run handed to its trackers; None where no file says so.
+def _logged_before(run: RunSection, resumed_at: int | None) -> Logged:
+    """Return the points of earlier lives, and have them in tracked.json."""
+    logged = _read(run.folder / LOGGED_FILE, Logged)
+    if logged is None:  # a new run, or of a version that wrote metrics.jsonl alone
+        logged = Logged(*steps_in(run.folder / METRICS))
+        if logged.step < 0 and resumed_at is not None:
+            logged.step = resumed_at
+        if logged != Logged():
+            write_logged(run.folder, logged)  # before what is repeated is cut off there
+    return logged
 
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    return _read(run_folder / LOGGED_FILE, Logged)
+
+def _tensorboard(run: RunSection, logged: Logged) -> Tracker:
+    from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
+
+    begun = logged.step if logged.step >= 0 else None
+    shown = logged.evaluated - logged.taken_back
+    return TensorBoardTracker(run.folder / "tensorboard", resumed_at=begun, evaluated=shown)
+
+
+def _started(name: str, run: TrackedRun) -> tuple[Tracker, str]:
+    """Start an adapter; return it and its id."""
+    adapter = importlib.import_module(f"slipstream.broker.report.trackers.{name}")
+    try:
+        started: tuple[Tracker, str] = adapter.start(run)
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.trackers names {name}, which is not installed ({error}): "
+            f"pip install {adapter.PACKAGE}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"logging.trackers: {name} does not start (logging.{name}): "
+            f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+        ) from error
+    return started
 
 
 def _read(path: Path, content: type[T]) -> T | None:

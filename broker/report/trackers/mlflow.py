@@ -5,11 +5,8 @@ Without one MLflow decides: MLFLOW_TRACKING_URI, or a local database.
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from typing_extensions import override
-
-from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
+from slipstream.broker.report.trackers.base import KeepingTracker, TrackedRun, Tracker
 
 PACKAGE = "mlflow-skinny"
 _MAX_PARAMS = 100  # per request
@@ -22,12 +19,23 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     if unknown:
         raise ValueError(f"unknown option {min(unknown)}; known are tracking_uri and tags")
     from mlflow import MlflowClient
-    from mlflow.entities import Param
+    from mlflow.entities import Metric, Param
 
     client = MlflowClient(tracking_uri=run.options.get("tracking_uri"))
+
+    def tracker(run_id: str) -> Tracker:
+        def send(step: int, figures: Mapping[str, float]) -> None:
+            now = int(time.time() * 1000)
+            # MLflow takes no "@" in a name.
+            named = {name.replace("@", "_at_"): value for name, value in figures.items()}
+            metrics = [Metric(name, value, now, step) for name, value in named.items()]
+            client.log_batch(run_id, metrics=metrics)
+
+        return KeepingTracker(run.logged, send=send, close=lambda: client.set_terminated(run_id))
+
     if run.run_id is not None:
         client.update_run(run.run_id, status="RUNNING")
-        return MlflowTracker(client, run.run_id, run.logged), run.run_id
+        return tracker(run.run_id), run.run_id
     experiment = client.get_experiment_by_name(run.project)
     experiment_id = (
         experiment.experiment_id if experiment else client.create_experiment(run.project)
@@ -36,7 +44,7 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     params = [Param(key, text[:_MAX_VALUE]) for key, text in _flat(run.settings)]
     for first in range(0, len(params), _MAX_PARAMS):
         client.log_batch(created.info.run_id, params=params[first : first + _MAX_PARAMS])
-    return MlflowTracker(client, created.info.run_id, run.logged), created.info.run_id
+    return tracker(created.info.run_id), created.info.run_id
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -45,28 +53,3 @@ def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
-
-
-class MlflowTracker(KeepingTracker):
-    """One MLflow run."""
-
-    def __init__(self, client: Any, run_id: str, logged: Logged) -> None:  # noqa: ANN401 mlflow's own
-        super().__init__(logged)
-        self._client = client
-        self._run_id = run_id
-
-    @override
-    def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add one point to each named curve; '@' in a name becomes '_at_', which MLflow takes."""
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [
-            Metric(name.replace("@", "_at_"), value, now, step) for name, value in figures.items()
-        ]
-        self._client.log_batch(self._run_id, metrics=metrics)
-
-    @override
-    def close(self) -> None:
-        """Mark the run as ended."""
-        self._client.set_terminated(self._run_id)

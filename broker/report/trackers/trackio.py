@@ -1,11 +1,6 @@
 """Trackio: curves in a local database without an account; ``trackio show`` draws them."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from typing_extensions import override
-
-from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
+from slipstream.broker.report.trackers.base import KeepingTracker, TrackedRun, Tracker
 
 PACKAGE = "trackio"
 
@@ -21,27 +16,14 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
             "config": dict(run.settings),
             "resume": "allow" if run.run_id else "never",
             "embed": False,  # it is no notebook
-            "auto_log_gpu": False,  # nor is the broker where the GPUs are
+            "auto_log_gpu": False,  # the broker may run on another host than the GPUs
             "auto_log_cpu": False,
             **run.options,
         }
     )
-    return TrackioTracker(begun, run.logged), str(begun.id)
-
-
-class TrackioTracker(KeepingTracker):
-    """One Trackio run."""
-
-    def __init__(self, run: Any, logged: Logged) -> None:  # noqa: ANN401 trackio's own
-        super().__init__(logged)
-        self._run = run
-
-    @override
-    def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add one point to each named curve."""
-        self._run.log(dict(figures), step=step)
-
-    @override
-    def close(self) -> None:
-        """Write the rest."""
-        self._run.finish()
+    tracker = KeepingTracker(
+        run.logged,
+        send=lambda step, figures: begun.log(dict(figures), step=step),
+        close=begun.finish,
+    )
+    return tracker, str(begun.id)

@@ -1,11 +1,6 @@
 """Weights & Biases. Needs the wandb package, and an account unless mode = "offline"."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from typing_extensions import override
-
-from slipstream.broker.report.trackers.base import KeepingTracker, Logged, TrackedRun, Tracker
+from slipstream.broker.report.trackers.base import KeepingTracker, TrackedRun, Tracker
 
 PACKAGE = "wandb"
 _STEP = "learner_step"
@@ -29,22 +24,9 @@ def start(run: TrackedRun) -> tuple[Tracker, str]:
     # An evaluation ends when later steps are logged already, and W&B's own step only goes up.
     begun.define_metric(_STEP, hidden=True)
     begun.define_metric("*", step_metric=_STEP)
-    return WandbTracker(begun, run.logged), str(begun.id)
-
-
-class WandbTracker(KeepingTracker):
-    """One W&B run."""
-
-    def __init__(self, run: Any, logged: Logged) -> None:  # noqa: ANN401 wandb's own
-        super().__init__(logged)
-        self._run = run
-
-    @override
-    def _send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add one point to each named curve."""
-        self._run.log({**figures, _STEP: step})
-
-    @override
-    def close(self) -> None:
-        """Upload the rest."""
-        self._run.finish()
+    tracker = KeepingTracker(
+        run.logged,
+        send=lambda step, figures: begun.log({**figures, _STEP: step}),
+        close=begun.finish,
+    )
+    return tracker, str(begun.id)

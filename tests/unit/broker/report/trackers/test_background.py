@@ -5,12 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.report.trackers.background import BackgroundTrackers
-from slipstream.broker.report.trackers.loading import (
-    IDS_FILE,
-    LOGGED_FILE,
-    load_trackers,
-    read_logged,
-)
+from slipstream.broker.report.trackers.loading import IDS_FILE, LOGGED_FILE, load_trackers
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import LoggingSection, RunSection
 from tests.support.waiting import HANG_S
@@ -62,7 +57,9 @@ def test_a_file_of_earlier_lives_that_holds_something_else_is_named(
 def test_a_step_that_is_none_is_not_taken_for_the_newest(tmp_path: Path, text: str):
     (tmp_path / LOGGED_FILE).write_text(text)
     with pytest.raises(ConfigError, match=LOGGED_FILE):
-        read_logged(tmp_path)
+        load_trackers(
+            LoggingSection(), RunSection(name=tmp_path.name, dir=str(tmp_path.parent)), {}
+        )
 
 
 def test_every_tracker_gets_every_point_in_order_and_is_closed():
