@@ -100,20 +100,12 @@ class TrajectoryStore(Protocol):
         """Return stored trajectories; KeyError names a missing one."""
         ...
 
-    async def clear(self) -> None:
-        """Forget everything of this run but the generation, in one transaction like a commit."""
-        ...
-
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         ...
 
     async def durability(self) -> str:
         """Describe the durability of an acknowledged commit."""
-        ...
-
-    async def figures(self) -> dict[str, int]:
-        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
         ...
 
     async def close(self) -> None:

@@ -120,29 +120,7 @@ class RedisStore:
         Raises:
             ConfigError: nothing answers at ``broker.redis.url``, or it is no URL of a Redis.
         """
-        # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
-        # before Python 3.12; every wait here is inside an asyncio.timeout instead.
-        tls: dict[str, Any] = {}
-        if url.startswith("rediss://"):
-            tls["ssl_check_hostname"] = True  # a certificate of another host is no proof
-            if ca_file:
-                tls["ssl_ca_certs"] = ca_file
-        try:
-            client = aioredis.Redis.from_url(
-                url,
-                username=username,
-                password=password,
-                **tls,
-                socket_timeout=None,
-                socket_connect_timeout=None,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except ValueError as error:
-            message = (
-                f"{url!r} is no URL of a Redis (broker.redis.url): {without_secrets(str(error))}"
-            )
-            raise ConfigError(message) from error
+        client = _client_of(url, username=username, password=password, ca_file=ca_file)
         deadline = time.monotonic() + LOADING_S
         while True:
             try:
@@ -250,21 +228,6 @@ class RedisStore:
                 num_bytes += stored[-1].num_bytes
         return stored
 
-    async def clear(self) -> None:
-        """Forget everything of this run but the generation, in one transaction like a commit."""
-        pattern = self._name("[pt]:*")  # the run's name is encoded and holds no pattern
-        names: list[str | Frame] = []
-        cursor = 0
-        while True:
-            scan = partial(self._client.scan, cursor, match=pattern, count=_REPLAY_PAGE)
-            found = await self._until_answered("reads", scan)
-            cursor, page = cast("tuple[int, list[bytes]]", found)
-            names += page
-            if not cursor:
-                break
-        forget: _Command = ("DEL", self._name("snapshot"), self._name("events"))
-        await self._transact([forget, *_in_pages("UNLINK", names)])
-
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         info = await self._if_permitted(self._client.info)
@@ -306,16 +269,6 @@ class RedisStore:
             appendfsync=str(append.get("appendfsync")),
             maxmemory_policy=str(policy or "noeviction"),
         )
-
-    async def figures(self) -> dict[str, int]:
-        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
-        info = await self._if_permitted(self._client.info)
-        if info is None:
-            return {}
-        return {
-            "memory_bytes": int(str(info["used_memory"])),
-            "aof_bytes": int(str(info.get("aof_current_size", 0))),
-        }
 
     async def close(self) -> None:
         """Close the connections."""
@@ -507,6 +460,32 @@ class RedisStore:
     def _names(self, key: TrajectoryKey) -> tuple[str, str]:
         """Return the names of a payload and of a transcript."""
         return f"{self._prefix}:p:{key[0]}:{key[1]}", f"{self._prefix}:t:{key[0]}:{key[1]}"
+
+
+def _client_of(
+    url: str, *, username: str | None, password: str | None, ca_file: str | None
+) -> "aioredis.Redis":
+    # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
+    # before Python 3.12; every wait here is inside an asyncio.timeout instead.
+    tls: dict[str, Any] = {}
+    if url.startswith("rediss://"):
+        tls["ssl_check_hostname"] = True  # a certificate of another host is no proof
+        if ca_file:
+            tls["ssl_ca_certs"] = ca_file
+    try:
+        return aioredis.Redis.from_url(
+            url,
+            username=username,
+            password=password,
+            **tls,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        reason = without_secrets(str(error))
+        raise ConfigError(f"{url!r} is no URL of a Redis (broker.redis.url): {reason}") from error
 
 
 def _number(generation: bytes | None) -> int:

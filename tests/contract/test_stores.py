@@ -196,8 +196,6 @@ async def test_only_the_latest_claim_can_write(open_store: Open):
     assert newer > older
     with pytest.raises(SupersededError, match=f"generation {newer}, this one has {older}"):
         await first.commit(Changes([b"too late"], {(2, 0): stored(2)}, [(1, 0)], snapshot=b"stale"))
-    with pytest.raises(SupersededError):
-        await first.clear()
     await second.commit(Changes([b"after"]))
     with pytest.raises(SupersededError):
         await first.commit(Changes([b"again"]))
@@ -217,29 +215,6 @@ async def test_a_handle_that_has_not_claimed_does_so_with_its_first_write(open_s
     assert await events_of(second) == [b"first", b"second"]
 
 
-async def test_clear_removes_everything_but_the_generation_count(open_store: Open):
-    store = await open_store()
-    generation = await store.claim()
-    await store.commit(Changes([b"one"], {(1, 0): stored(1)}, snapshot=b"all"))
-    await store.clear()
-    assert await events_of(store) == []
-    assert await store.snapshot() is None
-    with pytest.raises(KeyError):
-        await store.fetch([(1, 0)])
-    await store.commit(Changes([b"new"]))
-    assert await events_of(store) == [b"new"]
-    assert await (await open_store()).claim() > generation
-
-
-async def test_figures_grow_with_what_is_stored(open_store: Open):
-    store = await open_store()
-    before = await store.figures()
-    await store.commit(Changes(put={(1, 0): StoredTrajectory(bytes(500_000), b"t")}))
-    after = await store.figures()
-    assert after["memory_bytes"] - before["memory_bytes"] >= 500_000
-    assert after["aof_bytes"] >= before["aof_bytes"]
-
-
 @pytest.mark.redis
 @pytest.mark.parametrize("other", ["other", "run*", "run*[1]:p", "run1"])
 async def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str):
@@ -255,10 +230,10 @@ async def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str
             with pytest.raises(KeyError):
                 await theirs.fetch([(0, 0)])
             await theirs.commit(Changes([b"theirs"], {(0, 0): stored(2)}))
-            await mine.clear()
+            await mine.commit(Changes(remove=[(0, 0)], snapshot=b""))
             assert await contents(theirs, (0, 0)) == [(b"\x00\x02\xff", b"said 2")]
             await mine.commit(Changes([b"mine again"], {(0, 0): stored(3)}))
-            await theirs.clear()
+            await theirs.commit(Changes(remove=[(0, 0)], snapshot=b""))
             assert await contents(mine, (0, 0)) == [(b"\x00\x03\xff", b"said 3")]
             assert await events_of(mine) == [b"mine again"]
     finally:

@@ -56,13 +56,6 @@ class MemoryStore:
         """Return stored trajectories; KeyError names one that is not there."""
         return [self._shared.trajectories[key] for key in keys]
 
-    async def clear(self) -> None:
-        """Forget everything of this run but the generation."""
-        await self._hold_generation()
-        self._shared.snapshot = None
-        self._shared.events.clear()
-        self._shared.trajectories.clear()
-
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         return "memory"
@@ -70,13 +63,6 @@ class MemoryStore:
     async def durability(self) -> str:
         """State what an acknowledged commit survives."""
         return "memory: nothing outlives this process"
-
-    async def figures(self) -> dict[str, int]:
-        """Return the bytes held; there is no file."""
-        shared = self._shared
-        payloads = sum(stored.num_bytes for stored in shared.trajectories.values())
-        rest = sum(map(len, shared.events)) + len(shared.snapshot or b"")
-        return {"memory_bytes": payloads + rest, "aof_bytes": 0}
 
     async def close(self) -> None:
         """Let go of connections."""
