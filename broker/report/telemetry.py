@@ -5,7 +5,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -24,15 +23,13 @@ from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.process.phases import WAIT, busy_share
-from slipstream.wire.process.usage import ProcessUsage
+from slipstream.wire.process.usage import ProcessUsage, use_of
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
 _KEPT_STEPS = 2_000
 _MAX_NOTICES = 100_000  # of newly ready groups; one a second at most
 _GONE_S = 3_600.0
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Telemetry:
@@ -174,16 +171,17 @@ class Telemetry:
     def status(self, book: Book, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
         now = self._now()
-        rules = book.rules
-        in_flight = book.in_flight()
+        rules, state = book.rules, book.state
         leases = Counter({name_of(holder): len(held) for holder, held in book.by_holder.items()})
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
-        state = book.state
         under_way, ready = book.index.lags(book.step)
         roles = [
             self._own_status(now),
             *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
         ]
+        # A helper of another process, which reports for it, has no phases of its own.
+        busy = means_of({role.role: role.busy} for role in roles if role.phase_seconds)
+        rss_bytes = use_of(os.getpid()).memory_bytes
         return RunStatus(
             run_name=self._run.name,
             outcome=self.outcome,
@@ -200,30 +198,14 @@ class Telemetry:
             sealed=state.sealed,
             requeued=state.requeued,
             dropped={str(reason): count for reason, count in state.dropped.items()},
-            in_flight=in_flight,
+            in_flight=book.in_flight(),
             unaccounted=book.unaccounted(),
             trajectories=book.trajectories(),
-            staleness_histogram={
-                str(lag): tokens for lag, tokens in sorted(state.staleness.items())
-            },
+            staleness_histogram=_by_lag(state.staleness),
             survivorship=survivorship_of(
                 state.lengths, state.cancelled, drops=not rules.bound.reserves
             ),
-            queue={
-                "ready_groups": in_flight["ready"],
-                "leased_groups": in_flight["leased"],
-                "waiting_for_reward": scoring.num_waiting,
-                "being_scored": scoring.num_leased,
-                "given_back_by_scorers": scoring.num_given_back,
-                "eval_unscored": book.index.eval_unscored,
-                "eval_rounds": len(state.eval_rounds),
-                "lapsed_leases": state.ended_leases["lapsed"],
-                "restarted_trajectories": state.restarted_trajectories,
-                "dead_letters": len(book.state.dead_letters),
-                "other_reward_parts": book.part_names.num_others,
-                "rejected_messages": self.rejected.total(),
-                **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},
-            },
+            queue=self._queue(book, scoring),
             waiting_for=self.store_trouble() or self.waiting_for,
             eval=state.eval_points,
             steps_history=list(self._steps),
@@ -235,16 +217,34 @@ class Telemetry:
             members=self._members,
             quarantines=self._num_quarantines,
             tokens_per_second=self._tokens_per_second(now),
-            # A helper of another process, which reports for it, has no phases of its own.
-            busy=dict(sorted(means_of({r.role: r.busy} for r in roles if r.phase_seconds).items())),
+            busy=dict(sorted(busy.items())),
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
             queue_age_s=self._age_of_oldest_ready(book),
             lags_in_flight=_by_lag(under_way),
             lags_in_queue=_by_lag(ready),
-            memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
+            memory={"store_bytes": state.untrained_bytes, "rss_bytes": rss_bytes},
         )
+
+    def _queue(self, book: Book, scoring: ScoringQueue) -> dict[str, int]:
+        """Return the counts of everything that waits, and of refused messages."""
+        state, in_flight = book.state, book.in_flight()
+        return {
+            "ready_groups": in_flight["ready"],
+            "leased_groups": in_flight["leased"],
+            "waiting_for_reward": scoring.num_waiting,
+            "being_scored": scoring.num_leased,
+            "given_back_by_scorers": scoring.num_given_back,
+            "eval_unscored": book.index.eval_unscored,
+            "eval_rounds": len(state.eval_rounds),
+            "lapsed_leases": state.ended_leases["lapsed"],
+            "restarted_trajectories": state.restarted_trajectories,
+            "dead_letters": len(state.dead_letters),
+            "other_reward_parts": book.part_names.num_others,
+            "rejected_messages": self.rejected.total(),
+            **{f"rejected_{reason}": count for reason, count in sorted(self.rejected.items())},
+        }
 
     def _tokens_per_second(self, now: float) -> dict[str, float]:
         since = self._training_since_s
@@ -285,12 +285,3 @@ def with_newest_steps(status: RunStatus, newest_steps: int) -> RunStatus:
 
 def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(lag): count for lag, count in sorted(counts.items())}
-
-
-def resident_bytes() -> int:
-    """Return the memory of this process; 0 where it cannot be read."""
-    try:
-        pages = int(_STATM.read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * _PAGE_BYTES

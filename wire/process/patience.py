@@ -7,12 +7,13 @@ time; its parent notices its end at once. Waits of more than ten seconds are log
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from slipstream.wire.process.usage import tree_of, use_of
 
 _log = logging.getLogger(__name__)
 _OBSERVE_S = 1.0  # time between two observations
@@ -21,7 +22,6 @@ _LEAST_SHARE = 0.01  # share of a core; a process that only polls uses less
 AT_MOST = 20  # multiple of the limit, for a process that is busy without progress
 END_AT_MOST = 6  # the same for a process that should end
 _LOG_FIRST_S = 10.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Signs(NamedTuple):
@@ -168,12 +168,9 @@ def signs_of(
     """
 
     def observe() -> Signs:
-        cpu_s, page_ins = 0.0, 0
-        for pid in pids() if alone else _with_descendants(pids()):
-            cpu, pages = _use_of(pid)
-            cpu_s += cpu
-            page_ins += pages
-        return Signs(cpu_s, page_ins, _size_of(log_file))
+        uses = [use_of(pid) for pid in (pids() if alone else tree_of(pids()))]
+        page_ins = sum(use.page_ins for use in uses)
+        return Signs(sum(use.cpu_s for use in uses), page_ins, _size_of(log_file))
 
     return observe
 
@@ -184,33 +181,6 @@ def _is_alive(before: Signs, seen: Signs, idle_s: float) -> bool:
     if seen.page_ins != before.page_ins or seen.log_bytes != before.log_bytes:
         return True
     return seen.cpu_s - before.cpu_s > _LEAST_SHARE * idle_s
-
-
-def _with_descendants(pids: Collection[int]) -> set[int]:
-    """Return processes and all their descendants (on Linux; elsewhere only the processes)."""
-    found: set[int] = set()
-    left = list(pids)
-    while left:
-        pid = left.pop()
-        if pid in found:
-            continue
-        found.add(pid)
-        with suppress(OSError):  # it has ended meanwhile
-            for thread in list(Path(f"/proc/{pid}/task").iterdir()):
-                with suppress(OSError):
-                    left += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def _use_of(pid: int) -> tuple[float, int]:
-    """Return CPU seconds and pages read, including ended children; 0 for a missing process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0, 0
-    major_faults, children_major_faults = int(fields[9]), int(fields[10])
-    cpu_ticks = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
-    return cpu_ticks / _TICKS_PER_S, major_faults + children_major_faults
 
 
 def _size_of(log_file: Path | None) -> int:

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.wire.process.gpus import gpus_of_host
 
 _log = logging.getLogger(__name__)
+_PROC = Path("/proc")
 _EVERY_S = 5.0  # a look at /proc costs about a millisecond
 _ASK_S = 10.0  # limit for nvidia-smi, and time between two questions
 _MAX_PROCESSES = 1_000  # limit for one tree
@@ -29,7 +31,7 @@ class ProcessUsage:
         *,
         gpus: bool = False,
         root: int | None = None,
-        proc: Path = Path("/proc"),
+        proc: Path = _PROC,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the first reading.
@@ -73,9 +75,9 @@ class ProcessUsage:
 
     def _look(self) -> tuple[float, int]:
         """Return CPU seconds and resident bytes of the tree."""
-        self._pids = tree_of(self._root, self._proc)
-        found = [_usage_of(self._proc / str(pid) / "stat") for pid in self._pids]
-        return sum(cpu_s for cpu_s, _ in found), sum(memory for _, memory in found)
+        self._pids = tree_of((self._root,), self._proc)
+        uses = [use_of(pid, self._proc) for pid in self._pids]
+        return sum(use.cpu_s for use in uses), sum(use.memory_bytes for use in uses)
 
     def _ask(self) -> None:
         """Ask the driver, in a thread; a host without GPUs is asked only once."""
@@ -90,17 +92,37 @@ class ProcessUsage:
             self._asking.release()
 
 
-def tree_of(root: int, proc: Path) -> tuple[int, ...]:
-    """Return a process and its descendants, as far as the system shows them."""
-    found, waiting = [root], [root]
+class ProcessUse(NamedTuple):
+    """Use of one process, with its ended children; 0 for a missing process."""
+
+    cpu_s: float = 0.0
+    page_ins: int = 0  # pages read from files
+    memory_bytes: int = 0  # resident
+
+
+def use_of(pid: int, proc: Path = _PROC) -> ProcessUse:
+    """Return the use of a process."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
+        fields = [int(field) for field in text.rpartition(")")[2].split()[1:]]
+        # majflt, cmajflt; utime, stime, cutime, cstime; rss
+        return ProcessUse(sum(fields[10:14]) * _TICK_S, sum(fields[8:10]), fields[20] * _PAGE_BYTES)
+    except (OSError, ValueError, IndexError):
+        return ProcessUse()
+
+
+def tree_of(roots: Iterable[int], proc: Path = _PROC) -> tuple[int, ...]:
+    """Return processes and their descendants, as far as the system shows them."""
+    found = dict.fromkeys(roots)
+    waiting = list(found)
     while waiting and len(found) < _MAX_PROCESSES:
         for task in _names(proc / str(waiting.pop()) / "task"):
             try:
                 children = [int(pid) for pid in (task / "children").read_text().split()]
             except (OSError, ValueError):
                 continue
-            found += children
-            waiting += children
+            waiting += (pid for pid in children if pid not in found)
+            found |= dict.fromkeys(children)
     return tuple(found)
 
 
@@ -154,15 +176,6 @@ def _names(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _usage_of(file: Path) -> tuple[float, int]:
-    """Return CPU seconds, with ended children, and resident bytes; 0 for a missing process."""
-    try:
-        fields = file.read_text(errors="replace").rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return 0.0, 0
 
 
 def _nvidia(query: str) -> str:
