@@ -21,7 +21,7 @@ _MAX_NAME = 200  # characters
 _MOST_SMOOTHING = 0.999
 
 
-class ComparisonPage:
+class ComparisonPage(PageServer):
     """Serves the page of several runs, or of a folder of runs, read when a browser asks."""
 
     def __init__(
@@ -38,11 +38,11 @@ class ComparisonPage:
         Raises:
             ConfigError: one of them is no run folder.
         """
+        super().__init__("compare.html", host=host, port=port)
         self._parent = parent
         found = named(runs_in(parent) if parent is not None else folders)
         self._runs = {run.name: run for run in found}
         self._reader = FolderReader(_READ_S)
-        self._site = PageServer("compare.html", host=host, port=port)
         for path, handler in {
             "/runs.json": self._list,
             "/names.json": self._names,
@@ -50,24 +50,12 @@ class ComparisonPage:
             "/chart.csv": self._csv,
             "/difference.json": self._difference,
         }.items():
-            self._site.get(path, handler)
+            self.get(path, handler)
 
     @property
     def num_runs(self) -> int:
         """Runs on the page."""
         return len(self._runs)
-
-    async def start(self) -> str:
-        """Listen and return the address to open.
-
-        Raises:
-            ConfigError: this host and port cannot be listened at.
-        """
-        return await self._site.start()
-
-    async def stop(self) -> None:
-        """Close all connections."""
-        await self._site.stop()
 
     # ---- answers -------------------------------------------------------------
 

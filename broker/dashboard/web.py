@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
+from typing_extensions import override
 
 from slipstream.broker.dashboard.advice_process import AdviceProcess
 from slipstream.broker.dashboard.encoding import EventEncoder, RunSource, StateEncoder
@@ -36,8 +37,8 @@ _MAX_QUERY = 200
 MAX_VIEWERS = 32
 
 
-class Dashboard:
-    """A small web server; requests need the token of the address it prints."""
+class Dashboard(PageServer):
+    """The page of one run."""
 
     def __init__(
         self,
@@ -55,16 +56,13 @@ class Dashboard:
         The token and the port are kept in ``folder``, of the run. ``patience_s`` is for a browser
         that does not read, ``read_s`` for the run folder.
         """
+        super().__init__("page.html", host=host, port=port, folder=folder, patience_s=patience_s)
         self._source = source
         self._items = items
-        self._patience_s = patience_s
         self._reader = FolderReader(read_s)
-        self._site = PageServer(
-            "page.html", host=host, port=port, folder=folder, patience_s=patience_s
-        )
         self._events_of = EventEncoder()
         self._states = StateEncoder(source)
-        self._expected = AdviceProcess(items.folder)
+        self._advice = AdviceProcess(items.folder)
         self.num_viewers = 0  # of the stream
         for path, handler in {
             "/status.json": self._json,
@@ -77,30 +75,18 @@ class Dashboard:
             "/expected.json": self._expect,
             "/metrics": self._metrics,
         }.items():
-            self._site.get(path, handler)
-        self._site.get("/events", self._events, allow_head=False)
-        self._site.get("/state.json", self._state, allow_head=False)
+            self.get(path, handler)
+        self.get("/events", self._events, allow_head=False)
+        self.get("/state.json", self._state, allow_head=False)
 
-    @property
-    def address(self) -> str:
-        """Address to open; empty before ``start``."""
-        return self._site.address
-
-    async def start(self) -> str:
-        """Listen and return the address to open.
-
-        Raises:
-            ConfigError: this host and port cannot be listened at.
-        """
-        return await self._site.start()
-
+    @override
     async def stop(self) -> None:
         """Close all connections."""
-        await self._expected.stop()
-        await self._site.stop()
+        await self._advice.stop()
+        await super().stop()
 
     async def _why(self, _request: web.Request) -> web.StreamResponse:
-        return answer(self._site.files.get("why.json", b"{}"), "application/json")
+        return answer(self.files.get("why.json", b"{}"), "application/json")
 
     def _snapshot(self) -> Snapshot:
         snapshot = self._source.snapshot
@@ -117,11 +103,11 @@ class Dashboard:
         response.content_type = "application/json"
         response.content_length = len(body)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 await response.prepare(request)
             with memoryview(body) as view:  # aiohttp would copy all of it
                 for start in range(0, len(body), _CHUNK):
-                    async with asyncio.timeout(self._patience_s):
+                    async with asyncio.timeout(self.patience_s):
                         await response.write(view[start : start + _CHUNK])
         except (ConnectionResetError, TimeoutError):
             abort(request)
@@ -148,7 +134,7 @@ class Dashboard:
         return json_answer({"logs": logs})
 
     async def _expect(self, _request: web.Request) -> web.StreamResponse:
-        return json_answer(self._expected.ask())
+        return json_answer(self._advice.ask())
 
     async def _about(self, _request: web.Request) -> web.StreamResponse:
         settings = await self._reader.read(lambda: read_settings(self._items.folder))
@@ -171,7 +157,7 @@ class Dashboard:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.num_viewers += 1
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 await response.prepare(request)
             await self._stream(response, step)
         except (ConnectionResetError, TimeoutError):
@@ -186,10 +172,10 @@ class Dashboard:
             snapshot = self._snapshot()
             step = min(step, float(snapshot.status.steps))  # the run may go back
             event = b""
-            with self._site.errors.suppress("events"):
+            with self.errors.suppress("events"):
                 event = await self._events_of.encoded(snapshot, step, self._source)
                 step = float(snapshot.status.steps)
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 await response.write(event)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_S):
