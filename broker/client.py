@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 from zmq.utils.monitor import parse_monitor_message
 
 from slipstream.broker.listening.curve import ping, prove_key
@@ -154,14 +155,6 @@ class BrokerClient:
             ConfigError: the broker does not want this client: another wire revision, another
                 tokenizer, a key that it does not know. Or there is no key to show.
         """
-        key = None
-        if not endpoint.startswith("ipc://"):
-            if not key_file:
-                raise ConfigError(
-                    f"{endpoint} is not on this host: run.key_file must name a key that "
-                    "`slipstream keys make` wrote on the broker's host"
-                )
-            key = read_client_key(Path(key_file))
         hello = Hello(
             role=role,
             name=name,
@@ -170,34 +163,29 @@ class BrokerClient:
             tokenizer=tokenizer,
         )
         timeout_s = outage_s if timeout_s is None else timeout_s
+        key = _key_for(endpoint, key_file)
         client = cls(endpoint, hello, timeout_s=timeout_s, outage_s=outage_s, key=key)
         try:
-            client._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            return client, await client._open(name_patience_s)
+        except BaseException as error:
             client.close()
-            raise ConfigError(f"{endpoint} is no address of a broker (run.broker)") from error
-        client._tasks = [
-            asyncio.create_task(client._receive()),
-            asyncio.create_task(client._watch()),
-        ]
-        try:
-            welcome = await client._first_hello(hello, timeout_s, name_patience_s)
-        except NameTakenError:
-            client.close()
+            if isinstance(error, RefusedError) and not isinstance(error, NameTakenError):
+                raise ConfigError(str(error)) from error
             raise
-        except RefusedError as error:
-            client.close()
-            raise ConfigError(str(error)) from error
-        except BaseException:
-            client.close()
-            raise
-        client._session, client.run_id = welcome.session, welcome.run_id
-        client._is_welcome = True
-        return client, welcome
 
-    async def _first_hello(
-        self, hello: Hello, timeout_s: float, patience_s: float | None
-    ) -> Welcome:
+    async def _open(self, name_patience_s: float | None) -> Welcome:
+        """Connect and be welcomed."""
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{self._endpoint} is no address of a broker (run.broker)") from error
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        welcome = await self._first_hello(name_patience_s)
+        self._session, self.run_id = welcome.session, welcome.run_id
+        self._is_welcome = True
+        return welcome
+
+    async def _first_hello(self, patience_s: float | None) -> Welcome:
         """Send a hello, and repeat it for a while if another process has this name.
 
         The connection of a dead process is gone at once, that of a vanished host after a
@@ -209,8 +197,8 @@ class BrokerClient:
         while True:
             try:
                 async with log_wait(f"the broker at {self._endpoint}"):
-                    answer, _ = await self._ask(hello, timeout_s)
-                return _expect(answer, Welcome, hello)
+                    answer, _ = await self._ask(self._hello, self._timeout_s)
+                return _expect(answer, Welcome, self._hello)
             except NameTakenError as error:
                 now = time.monotonic()
                 if give_up_s is None:
@@ -387,16 +375,8 @@ class BrokerClient:
                 self._returning = None
 
     async def _is_welcome_again(self, answer_s: float) -> bool:
-        hello = Hello(
-            role=self._hello.role,
-            name=self._hello.name,
-            incarnation=self._hello.incarnation,
-            reconnects=True,
-            held=tuple(self.held()),
-            packages=self._hello.packages,
-            tokenizer=self._hello.tokenizer,
-            run_id=self.run_id,
-        )
+        held = tuple(self.held())
+        hello = replace(self._hello, reconnects=True, held=held, run_id=self.run_id)
         try:
             answer, _ = await self._ask(hello, answer_s)
         except PeerLostError:
@@ -420,6 +400,22 @@ class BrokerClient:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def _key_for(endpoint: str, key_file: str) -> ClientKey | None:
+    """Return the key to prove at an endpoint; None on this host.
+
+    Raises:
+        ConfigError: there is no key to show.
+    """
+    if endpoint.startswith("ipc://"):
+        return None
+    if not key_file:
+        raise ConfigError(
+            f"{endpoint} is not on this host: run.key_file must name a key that "
+            "`slipstream keys make` wrote on the broker's host"
+        )
+    return read_client_key(Path(key_file))
 
 
 def _expect(answer: Answer, kind: type[A], request: Request) -> A:

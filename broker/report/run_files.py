@@ -185,7 +185,7 @@ class FolderRecords(RunRecords):
                 )
                 for group, frames in groups
             ]
-            return file.append_step(recorded)
+            return file.append(recorded)
 
         try:
             reason = "" if await asyncio.to_thread(record) else "broker.max_recorded_bytes"

@@ -1,35 +1,7 @@
 """Permissions: the roles that each kind of message is accepted from."""
 
-from slipstream.wire.messages.broker import (
-    DropDeadLetters,
-    EngineQuarantined,
-    FetchPayloads,
-    FindRelay,
-    GetDeadLetters,
-    GetLedger,
-    GetLedgerSnapshot,
-    GetStatus,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LeaseGroups,
-    LeaseScoring,
-    PublishReport,
-    RejectBatch,
-    RejectPrompt,
-    RelayReport,
-    ReleaseLease,
-    Request,
-    RequestBatch,
-    RetryDeadLetters,
-    Role,
-    RoleReport,
-    SealSteps,
-    StepCommit,
-    SubmitScores,
-    SubmitTrajectory,
-    TakeOver,
-)
+from slipstream.wire.messages import broker
+from slipstream.wire.messages.broker import Request, Role
 
 _WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
 _READERS: frozenset[Role] = frozenset({"observer", "operator"})
@@ -41,32 +13,32 @@ _SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 
 ALLOWED: dict[type[Request], frozenset[Role]] = {
-    Hello: _WORKERS | _READERS | _RELAY | _PART,
-    Goodbye: _WORKERS,
-    RoleReport: _WORKERS | _RELAY,
-    GetStatus: _WORKERS | _READERS,
-    GetLedger: _WORKERS | _READERS,
-    GetDeadLetters: _READERS,
-    RetryDeadLetters: _OPERATOR,
-    DropDeadLetters: _OPERATOR,
-    LeaseGroups: _GENERATOR,
-    SubmitTrajectory: _GENERATOR,
-    ReleaseLease: _SCORERS,
-    RejectPrompt: _GENERATOR,
-    Heartbeat: _SCORERS,
-    LeaseScoring: _SCORERS,
-    SubmitScores: _SCORERS,
-    TakeOver: _LEARNER,
-    RequestBatch: _LEARNER,
-    FetchPayloads: _LEARNER | _PART,
-    RejectBatch: _LEARNER,
-    StepCommit: _LEARNER,
-    SealSteps: _LEARNER,
-    GetLedgerSnapshot: _LEARNER,
-    PublishReport: _RELAY,
-    RelayReport: _RELAY,
-    EngineQuarantined: _GENERATOR,
-    FindRelay: _GENERATOR,
+    broker.Hello: _WORKERS | _READERS | _RELAY | _PART,
+    broker.Goodbye: _WORKERS,
+    broker.RoleReport: _WORKERS | _RELAY,
+    broker.GetStatus: _WORKERS | _READERS,
+    broker.GetLedger: _WORKERS | _READERS,
+    broker.GetDeadLetters: _READERS,
+    broker.RetryDeadLetters: _OPERATOR,
+    broker.DropDeadLetters: _OPERATOR,
+    broker.LeaseGroups: _GENERATOR,
+    broker.SubmitTrajectory: _GENERATOR,
+    broker.ReleaseLease: _SCORERS,
+    broker.RejectPrompt: _GENERATOR,
+    broker.Heartbeat: _SCORERS,
+    broker.LeaseScoring: _SCORERS,
+    broker.SubmitScores: _SCORERS,
+    broker.TakeOver: _LEARNER,
+    broker.RequestBatch: _LEARNER,
+    broker.FetchPayloads: _LEARNER | _PART,
+    broker.RejectBatch: _LEARNER,
+    broker.StepCommit: _LEARNER,
+    broker.SealSteps: _LEARNER,
+    broker.GetLedgerSnapshot: _LEARNER,
+    broker.PublishReport: _RELAY,
+    broker.RelayReport: _RELAY,
+    broker.EngineQuarantined: _GENERATOR,
+    broker.FindRelay: _GENERATOR,
 }
 
 
@@ -82,8 +54,8 @@ def may_send(
         environment_scores: an environment, which they run, may give a reward.
     """
     if role == "generator":
-        if isinstance(request, SubmitTrajectory) and request.score is not None:
+        if isinstance(request, broker.SubmitTrajectory) and request.score is not None:
             return scores_inline or environment_scores
-        if isinstance(request, LeaseScoring | SubmitScores):
+        if isinstance(request, broker.LeaseScoring | broker.SubmitScores):
             return scores_inline
     return role in ALLOWED[type(request)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import zmq
 
 from slipstream.broker.listening.curve import ping, require_keys
-from slipstream.broker.listening.gate import NO_LIMIT, ConnectionCount, Limit
+from slipstream.broker.listening.gate import NO_LIMIT, Limit
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.wire.messages.codec import Frame
 
@@ -110,16 +110,6 @@ class EventLoopRouter:
         finally:
             self._check()
         return True
-
-    @property
-    def connections(self) -> ConnectionCount | None:
-        """How many there are; None within a process."""
-        return self._listening.connections
-
-    @property
-    def is_paused(self) -> bool:
-        """True while nothing is received."""
-        return self._is_paused
 
     def pause(self) -> None:
         """Receive nothing more: messages wait at their peers."""

@@ -42,11 +42,6 @@ class LedgerWriter:
         self._writing_trail: asyncio.Handle | None = None
         self.is_flooded = False
 
-    @property
-    def is_idle(self) -> bool:
-        """True if all that was handed in is durable."""
-        return not self._committer.backlog
-
     def write(
         self,
         events: Sequence[LedgerEvent],
@@ -65,7 +60,7 @@ class LedgerWriter:
         if not (events or put or released):
             if then is None:
                 return
-            if self.is_idle:
+            if not self._committer.backlog:  # all that was handed in is durable
                 then()
                 return
         encoded = [encode_event(event) for event in events]

@@ -256,7 +256,7 @@ class Generation:
             payloads=tuple(frames[0] for _, frames in submissions),
             transcripts=tuple(encode(transcript) for transcript in transcripts),
         )
-        self._writer.append(group)
+        self._writer.append([group])
         return ""
 
     async def _scores(

@@ -103,7 +103,7 @@ class Replays:
         writer = TrajectoryFileWriter(self.file)
         for step in range(steps):
             for number in range(GROUPS):
-                writer.append(recorded_group(step, step * GROUPS + number, rng))
+                writer.append([recorded_group(step, step * GROUPS + number, rng)])
         writer.close()
         self.config.write_text(
             f"""

@@ -77,7 +77,7 @@ class Learning:
         self.replays.file = self.replays.folder / "expected.trajectories"
         writer = TrajectoryFileWriter(self.replays.file)
         for step, batch in enumerate(batches):
-            writer.append_step([msgspec.structs.replace(group, step=step) for group in batch])
+            writer.append([msgspec.structs.replace(group, step=step) for group in batch])
         writer.close()
         settings = (*overrides, EXPORT, f"run.steps={len(batches)}")
         return weights(self.replays.train("expected", *settings))

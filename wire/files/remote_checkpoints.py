@@ -66,7 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return _folder_name(self.info)
+        return f"{checkpoint_name(self.info.step)}-epoch-{self.info.version.epoch}"
 
 
 class RemoteCheckpoints:
@@ -215,10 +215,6 @@ def refuse_other_run(known: list[Manifest], run_id: str, url: str) -> None:
                 f"{url} (checkpoint.upload) holds checkpoints of another run, "
                 f"{one.info.run_name!r}: resume that one with --resume auto, or choose another URL"
             )
-
-
-def _folder_name(info: CheckpointInfo) -> str:
-    return f"{checkpoint_name(info.step)}-epoch-{info.version.epoch}"
 
 
 def _described(path: Path) -> RemoteObject:

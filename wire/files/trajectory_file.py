@@ -88,11 +88,7 @@ class TrajectoryFileWriter:
         self._file.seek(end)
         return end
 
-    def append(self, group: RecordedGroup) -> bool:
-        """Write one group; False, and nothing written, when it does not fit into the limit."""
-        return self.append_step([group])
-
-    def append_step(self, groups: Sequence[RecordedGroup]) -> bool:
+    def append(self, groups: Sequence[RecordedGroup]) -> bool:
         """Write the groups of one step, all or none; False when they do not fit into the limit.
 
         Raises:

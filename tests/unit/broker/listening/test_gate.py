@@ -65,7 +65,7 @@ async def test_further_connections_wait_until_others_have_gone(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = "tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{short_folder}/r.sock"
     router = EventLoopRouter(context, endpoint, on_message=echo, limit=Limit(LIMIT, "broker.some"))
-    count = router.connections
+    count = router._listening.connections
     assert count is not None
     early = asyncio.create_task(asked(router.endpoint))
     assert await early == [b"1", b"hello"]

@@ -33,7 +33,7 @@ def recorded(group_id: int, *, step: int = 3) -> RecordedGroup:
 
 def write(path: Path, *groups: RecordedGroup, max_bytes: int = 0) -> list[bool]:
     writer = TrajectoryFileWriter(path, max_bytes)
-    written = [writer.append(group) for group in groups]
+    written = [writer.append([group]) for group in groups]
     writer.close()
     return written
 
@@ -80,7 +80,7 @@ def test_a_step_is_written_whole_or_not_at_all(tmp_path: Path):
     room_for_three = whole + (whole - len(HEADER)) // 2
     path.unlink()
     writer = TrajectoryFileWriter(path, room_for_three)
-    assert [writer.append_step(step) for step in steps] == [True, False]
+    assert [writer.append(step) for step in steps] == [True, False]
     writer.close()
     assert path.stat().st_size == whole
     assert list(read_groups(path)) == steps[0]
@@ -97,12 +97,12 @@ def test_a_step_that_the_disk_did_not_take_leaves_the_file_as_it_was(tmp_path: P
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
         with pytest.raises(OSError, match="File too large"):
-            writer.append_step([recorded(2), recorded(3)])
+            writer.append([recorded(2), recorded(3)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert path.stat().st_size == size
-    assert writer.append(recorded(4))
+    assert writer.append([recorded(4)])
     writer.close()
     assert list(read_groups(path)) == [recorded(1), recorded(4)]
 
