@@ -65,9 +65,9 @@ async def serve(
     """Run the broker until SIGTERM or SIGINT; a child or task that fails ends it with an error.
 
     Args:
-        settings: the broker's.
-        restarted: it replaces one that died in the same run.
-        health: what probes are told of it.
+        settings: Sections of the broker.
+        restarted: This broker replaces one that died in the same run.
+        health: State for probes.
     """
     stop = stop_event()
     health = health or Health()
@@ -75,7 +75,7 @@ async def serve(
     health.waits_for("its store to open")
     _raise_descriptor_limit(settings)
     gc.disable()  # the state read back stays
-    run = settings.run
+    run, broker = settings.run, settings.broker
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
     telemetry = Telemetry(run)
@@ -104,18 +104,14 @@ async def serve(
         gc.enable()
         telemetry.store_trouble = lambda: store_trouble(store, redis_server)
         jobs = [committer.run(), store.watch(), end_after(run.max_hours, server.plan_stop)]
-        if settings.broker.dashboard.enabled:
+        if broker.dashboard.enabled:
             recorder = await _open_dashboard(settings, server, store, beginning.events, cleanup)
             jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
-        own_socket = _own_socket(run, beginning.generation, cleanup)
+        endpoint = f"ipc://{_own_socket(run, beginning.generation, cleanup)}"
         serving = server.serve(
-            context,
-            f"ipc://{own_socket}",
-            listen=settings.broker.listen,
-            key=key,
-            max_connections=settings.broker.max_connections,
+            context, endpoint, listen=broker.listen, key=key, max_connections=broker.max_connections
         )
         with health.main_loop(lambda: server.num_ticks, lambda: _missing(store, server)):
             await run_until(stop.wait(), serving, *jobs)

@@ -1,6 +1,6 @@
 """The state of the run as Prometheus metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from slipstream.broker.advisories.view import Advisory
 from slipstream.wire.messages.metrics import MetricName
-from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.status import RoleStatus, RunStatus
 
 Samples: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
 
@@ -22,7 +22,7 @@ class _StatusCollector(Collector):
 
     def __init__(self, status: RunStatus, advisories: Sequence[Advisory]) -> None:
         self._samples = _samples(status) | {
-            MetricName.ADVISORY: {(one.rule, one.level): 1.0 for one in advisories}
+            MetricName.ADVISORY: {(advice.rule, advice.level): 1.0 for advice in advisories}
         }
 
     @override
@@ -45,78 +45,93 @@ def render_metrics(status: RunStatus, advisories: Sequence[Advisory] = ()) -> tu
 
 
 def _samples(status: RunStatus) -> dict[MetricName, Samples]:
-    s = status
-    engines = [role for role in s.roles if role.sequence_limit]
-    acting = [role for role in s.roles if role.acting is not None]
-    places = (("in_flight", s.lags_in_flight), ("queue", s.lags_in_queue))
-    last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
-    last_fetched = s.publish_history[-1].fetched_bytes if s.publish_history else {}
+    newest = status.publish_history[-1] if status.publish_history else None
+    places = (("in_flight", status.lags_in_flight), ("queue", status.lags_in_queue))
     return {
         MetricName.BUILD: {(version("slipstream"),): 1.0},
-        MetricName.RUN: {(s.run_name, s.outcome): 1.0},
-        MetricName.LEARNER_STEPS: {(): s.steps},
-        MetricName.TOTAL_STEPS: {(): s.total_steps},
-        MetricName.GROUPS_ISSUED: {(): s.issued},
-        MetricName.GROUPS_TRAINED: {(): s.trained},
-        MetricName.GROUPS_DROPPED: _by_one(s.dropped),
-        MetricName.GROUPS_IN_FLIGHT: _by_one(s.in_flight),
-        MetricName.GROUPS_UNACCOUNTED: {(): s.unaccounted},
+        MetricName.RUN: {(status.run_name, status.outcome): 1.0},
+        MetricName.LEARNER_STEPS: {(): status.steps},
+        MetricName.TOTAL_STEPS: {(): status.total_steps},
+        MetricName.GROUPS_ISSUED: {(): status.issued},
+        MetricName.GROUPS_TRAINED: {(): status.trained},
+        MetricName.GROUPS_DROPPED: _by_one(status.dropped),
+        MetricName.GROUPS_IN_FLIGHT: _by_one(status.in_flight),
+        MetricName.GROUPS_UNACCOUNTED: {(): status.unaccounted},
         MetricName.GROUPS_WAITING: {
             (place, lag): count for place, lags in places for lag, count in lags.items()
         },
-        MetricName.TRAINED_TOKENS: _by_one(s.staleness_histogram),
-        MetricName.QUEUE_DEPTH: _by_one(s.queue),
-        MetricName.QUEUE_AGE: {} if s.queue_age_s is None else {(): s.queue_age_s},
-        MetricName.TOKENS_PER_SECOND: _by_one(s.tokens_per_second),
+        MetricName.TRAINED_TOKENS: _by_one(status.staleness_histogram),
+        MetricName.QUEUE_DEPTH: _by_one(status.queue),
+        MetricName.QUEUE_AGE: {} if status.queue_age_s is None else {(): status.queue_age_s},
+        MetricName.TOKENS_PER_SECOND: _by_one(status.tokens_per_second),
+        **_role_samples(status),
+        **_engine_samples(status),
+        MetricName.QUARANTINES: {(): status.quarantines},
+        MetricName.PUBLISHES: {(): status.publishes},
+        MetricName.PUBLISH_SECONDS: _by_one(newest.phase_seconds if newest else {}),
+        MetricName.PUBLISH_FETCHED: _by_one(newest.fetched_bytes if newest else {}),
+        MetricName.MEMORY: _by_one(status.memory),
+        MetricName.EVALUATION: _by_one(status.eval[-1].overall.metrics if status.eval else {}),
+        MetricName.EVALUATION_STEP: {(): status.eval[-1].step} if status.eval else {},
+        MetricName.LAST_STEP: _by_one(
+            status.steps_history[-1].metrics if status.steps_history else {}
+        ),
+    }
+
+
+def _role_samples(status: RunStatus) -> dict[MetricName, Samples]:
+    roles = status.roles
+    return {
         MetricName.ROLE_BUSY_RATIO: {
-            (role.name, role.role): role.busy for role in s.roles if role.phase_seconds
+            (role.name, role.role): role.busy for role in roles if role.phase_seconds
         },
         MetricName.ROLE_PHASE_SECONDS: {
             (role.name, role.role, phase): seconds
-            for role in s.roles
+            for role in roles
             for phase, seconds in role.phase_seconds.items()
         },
         MetricName.ROLE_SILENT_SECONDS: {
             (role.name, role.role): role.silent_s
-            for role in s.roles
-            if not (role.has_left or s.finished)
+            for role in roles
+            if not (role.has_left or status.finished)
         },
+    }
+
+
+def _engine_samples(status: RunStatus) -> dict[MetricName, Samples]:
+    engines = [role for role in status.roles if role.sequence_limit]
+    acting = [role for role in status.roles if role.acting is not None]
+
+    def of_each(figure: Callable[[RoleStatus], float | None]) -> Samples:
+        known = ((engine.name, figure(engine)) for engine in engines)
+        return {(name,): value for name, value in known if value is not None}
+
+    samples: dict[MetricName, Samples] = {
         MetricName.ADOPTED_STEP: {
-            (role.name,): role.adopted.step for role in s.roles if role.adopted is not None
+            (role.name,): role.adopted.step for role in status.roles if role.adopted is not None
         },
-        MetricName.SEQUENCES: {(one.name,): one.sequences for one in engines},
-        MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
-        MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
-        MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
-        MetricName.ACTING: {(one.name,): one.acting or 0 for one in acting},
-        MetricName.ENVIRONMENT_FAILURES: {(one.name,): one.environment_failed for one in acting},
-        MetricName.REJECTED_CALLS: {
-            (one.name, why): count
-            for one in acting
-            for why, count in (("unknown", one.unknown_calls), ("unreadable", one.unreadable_calls))
-        },
-        MetricName.TRAJECTORY_SECONDS: {
-            (one.name, where): seconds
-            for one in acting
-            for where, seconds in (("engine", one.engine_s), ("environment", one.environment_s))
-        },
-        MetricName.DECISION_BYTES: {(one.name,): one.decision_bytes_per_token for one in engines},
-        MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
-        MetricName.QUARANTINES: {(): s.quarantines},
-        MetricName.PROBES: {(one.name,): one.probes for one in engines},
-        MetricName.PROBE_DIFFERENCE: {
-            (one.name,): one.probe_difference for one in engines if one.probe_difference is not None
-        },
-        MetricName.PROBE_BOUND: {
-            (one.name,): one.probe_bound for one in engines if one.probe_bound is not None
-        },
-        MetricName.PUBLISHES: {(): s.publishes},
-        MetricName.PUBLISH_SECONDS: _by_one(last_publish),
-        MetricName.PUBLISH_FETCHED: _by_one(last_fetched),
-        MetricName.MEMORY: _by_one(s.memory),
-        MetricName.EVALUATION: _by_one(s.eval[-1].overall.metrics if s.eval else {}),
-        MetricName.EVALUATION_STEP: {(): s.eval[-1].step} if s.eval else {},
-        MetricName.LAST_STEP: _by_one(s.steps_history[-1].metrics if s.steps_history else {}),
+        MetricName.ACTING: {(role.name,): role.acting or 0 for role in acting},
+        MetricName.ENVIRONMENT_FAILURES: {(role.name,): role.environment_failed for role in acting},
+        MetricName.ENGINE_STATE: {(engine.name, engine.state): 1.0 for engine in status.members},
+    }
+    rejected: dict[tuple[str, ...], float] = {}
+    seconds: dict[tuple[str, ...], float] = {}
+    for role in acting:
+        rejected[role.name, "unknown"] = role.unknown_calls
+        rejected[role.name, "unreadable"] = role.unreadable_calls
+        seconds[role.name, "engine"] = role.engine_s
+        seconds[role.name, "environment"] = role.environment_s
+    return samples | {
+        MetricName.REJECTED_CALLS: rejected,
+        MetricName.TRAJECTORY_SECONDS: seconds,
+        MetricName.SEQUENCES: of_each(lambda engine: engine.sequences),
+        MetricName.SEQUENCE_LIMIT: of_each(lambda engine: engine.sequence_limit),
+        MetricName.KV_USE: of_each(lambda engine: engine.kv_use),
+        MetricName.RETRACTIONS: of_each(lambda engine: engine.retracted),
+        MetricName.DECISION_BYTES: of_each(lambda engine: engine.decision_bytes_per_token),
+        MetricName.PROBES: of_each(lambda engine: engine.probes),
+        MetricName.PROBE_DIFFERENCE: of_each(lambda engine: engine.probe_difference),
+        MetricName.PROBE_BOUND: of_each(lambda engine: engine.probe_bound),
     }
 
 

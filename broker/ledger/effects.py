@@ -140,24 +140,29 @@ def _apply_generation(book: Book, event: Generated | Issued | Leased | LeaseEnde
             state.leases[lease_id] = Lease(lease_id, group_id, holder)
             book.by_holder.add(holder, lease_id)
             state.next_lease_id = lease_id + 1
-        case LeaseEnded(lease_id=lease_id, reason=reason):
-            lease = state.leases[lease_id]
-            group = book.groups[lease.group_id]
-            book.index.leave(group)
-            book.end_lease(group)
-            book.index.enter(group)
-            group.strandings += reason == "stranded"
-            is_tenth = reason == "stranded" and group.strandings % STRANDINGS_PER_ATTEMPT == 0
-            is_attempt = reason in FAULTS or is_tenth
-            group.attempts += is_attempt
-            group.deaths += reason in DEATHS
-            if is_attempt:
-                why = f": {event.detail}" if event.detail else ""
-                why = f"its lease of generation {reason}{why}"[:MAX_REASON]
-                group.note(Failure(by=lease.holder, reason=why))
-            state.ended_leases[reason] += 1
-            if reason not in {"lost", "orphaned"}:
-                state.restarted_trajectories += group.size - len(group.headers)
+        case LeaseEnded():
+            _end_lease(book, event)
+
+
+def _end_lease(book: Book, event: LeaseEnded) -> None:
+    state, reason = book.state, event.reason
+    lease = state.leases[event.lease_id]
+    group = book.groups[lease.group_id]
+    book.index.leave(group)
+    book.end_lease(group)
+    book.index.enter(group)
+    group.strandings += reason == "stranded"
+    is_tenth = reason == "stranded" and group.strandings % STRANDINGS_PER_ATTEMPT == 0
+    is_attempt = reason in FAULTS or is_tenth
+    group.attempts += is_attempt
+    group.deaths += reason in DEATHS
+    if is_attempt:
+        detail = f": {event.detail}" if event.detail else ""
+        text = f"its lease of generation {reason}{detail}"[:MAX_REASON]
+        group.note(Failure(by=lease.holder, reason=text))
+    state.ended_leases[reason] += 1
+    if reason not in {"lost", "orphaned"}:
+        state.restarted_trajectories += group.size - len(group.headers)
 
 
 def _apply_score(book: Book, score: Score) -> None:

@@ -195,8 +195,13 @@ class ScoringQueue:
                 num_bytes += size
             else:
                 passed += 1
+        return self._grant(holder, chosen, now_s)
+
+    def _grant(
+        self, holder: str, keys: Iterable[TrajectoryKey], now_s: float
+    ) -> dict[int, TrajectoryKey]:
         granted: dict[int, TrajectoryKey] = {}
-        for key in chosen:
+        for key in keys:
             self._dequeue(key)
             lease_id = self._next_lease_id
             self._next_lease_id += 1
