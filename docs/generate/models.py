@@ -6,9 +6,10 @@ Usage: python -m docs.generate.models > docs/models.md
 import sys
 from collections.abc import Iterator, Mapping
 
+from slipstream.wire.models.config_keys import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL
 from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.models.families.tables import Family
-from slipstream.wire.models.hf_config import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL, ROPE_RULES
+from slipstream.wire.models.hf_config import ROPE_RULES
 from tests.support.family_models import IN_MAKE_TEST, MODELS
 from tests.support.shelf import SHELF
 

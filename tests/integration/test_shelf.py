@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.wire.models.hf_config import IGNORED_KEYS, HfConfig, load_hf_config
+from slipstream.wire.models.config_keys import IGNORED_KEYS
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from tests.support.ranks.run import outputs, start
 from tests.support.shelf import SHELF
 
