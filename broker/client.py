@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # a request whose answer is lost without a lost connection is repeated
-_HELLO_S = 5.0  # then it is sent again: it may have been lost. Doubled, for a slow peer
+_HELLO_S = 5.0  # time until a hello is repeated, in case it was lost; doubled each time
 _MAX_HELLO_S = 80.0
 _NAME_TAKEN_S = 1.0  # between hellos while another process has the name
 _NAME_PATIENCE_S = 30.0
 _FAR_NAME_PATIENCE_S = 90.0  # on another host than the broker
-_SLOW_DOWN_S = 0.2  # and up to twice that
+_SLOW_DOWN_S = 0.2  # pause before a repetition, up to twice that
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
+_HEARTBEAT_MS = 2_000  # pings of the connection, so that a stopped broker counts as gone
 _DEAD_AFTER_MS = 10_000
 OUTAGE_S = 300.0
 _REFUSALS: dict[RefusalCode, type[SlipstreamError]] = {
@@ -110,7 +110,7 @@ class BrokerClient:
             prove_key(self._socket, key, server_key=key.broker)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._session = b""
-        self.run_id = ""  # of the broker that welcomed us; another run's is never spoken to
+        self.run_id = ""  # run of the broker that welcomed us; another run is never served
         self._sending_again: set[asyncio.Task[None]] = set()
         self._ids = count(1)
         self._pending: dict[bytes, _Pending] = {}
@@ -363,7 +363,7 @@ class BrokerClient:
                 _log.debug("the broker at %s does not answer yet", self._endpoint)
                 answer_s = min(2 * answer_s, _MAX_HELLO_S)
             deadline = time.monotonic() + self._outage_s
-            waiting = [one for one in self._pending.values() if not one.answer.done()]
+            waiting = [pending for pending in self._pending.values() if not pending.answer.done()]
             self._returning = None  # from here on requests are sent as they come
             _log.info("the broker is back; %d requests are sent again", len(waiting))
             for pending in waiting:

@@ -229,7 +229,7 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     of a broker on another host has no sockets or store here, unless some exist already.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
-    algo = table.get("algo")  # whose settings are the learner's to check
+    algo = table.get("algo")  # the learner checks its settings
     teacher = algo.get("teacher") if isinstance(algo, dict) else None
     files = (
         broker.redis.password_file,

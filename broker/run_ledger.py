@@ -38,7 +38,7 @@ def build_ledger(
 
 _ARRAY_BYTES = 4 + 1 + 4  # id, loss mask and logprob of a token
 _ID_BYTES = 4
-_EXPERT_BYTES = 16_384  # of the experts of a token in all layers, several times today's most
+_EXPERT_BYTES = 16_384  # experts of a token in all layers, several times today's most
 
 
 def _token_bytes(run: RunSection, sampling: SamplingSection) -> int:
@@ -86,7 +86,7 @@ def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         drop_overlong=sampling.overlong_responses == "drop",
         max_prompt_tokens=prompt,
         max_response_tokens=response,
-        max_tokens={kind: most if acts else prompt + one for kind, one in response.items()},
+        max_tokens={kind: most if acts else prompt + tokens for kind, tokens in response.items()},
         max_turns=settings.environment.max_turns if acts else 0,
         max_token_bytes=_token_bytes(run, sampling),
         prompts_fingerprint=prompts.training.fingerprint(),
@@ -198,7 +198,7 @@ def _begin_apart(
     epochs = [info.version.epoch for info in infos.values()]
     others = [known.book.state] if known is not None else []
     begin_life(state, identity, others=others, epochs=epochs, apart=True)
-    state.num_events = max(first_event, *(one.num_events for one in (state, *others)))
+    state.num_events = max(first_event, *(life.num_events for life in (state, *others)))
     if known is None:
         return []
     before = known.book.state
@@ -222,7 +222,7 @@ def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Ch
     if (
         state.problems != rules.problems_fingerprint
         or any(group.size != samples for group in groups)
-        or any(one.num_problems != count for one in state.eval_rounds.values())
+        or any(eval_round.num_problems != count for eval_round in state.eval_rounds.values())
     ):
         for group in groups:
             ledger.book.forget(group)

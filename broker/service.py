@@ -257,7 +257,7 @@ def _own_socket(run: RunSection, generation: int, cleanup: AsyncExitStack) -> Pa
     """
     own, known = run.socket(f"broker-{generation}"), run.socket("broker")
     for left in known.parent.glob("broker-*.sock*"):
-        left.unlink()  # of brokers that were killed
+        left.unlink()  # left by brokers that were killed
     new = known.with_name(f".{own.name}")
     new.unlink(missing_ok=True)
     new.symlink_to(own.name)

@@ -51,7 +51,7 @@ class StartState:
     """State that a broker starts from."""
 
     ledger: Ledger
-    generation: int  # of this broker
+    generation: int  # number of this broker
     events: list[bytes]  # the newest, as they were read back
     identity: RunIdentity
 

@@ -8,8 +8,8 @@ THINK, THINK_ENDS = "<think>", "</think>"
 class TextPart(NamedTuple):
     """A part of a text."""
 
-    text: str  # with the marks of a thought
-    thought: str | None = None  # without them; None: it is none
+    text: str  # includes the marks of a thought
+    thought: str | None = None  # without the marks; None outside of a thought
 
 
 def split_thoughts(

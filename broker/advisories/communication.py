@@ -10,7 +10,7 @@ LEFT_OUT_OF = 5  # publishes
 QUARANTINED_OF = 20  # publishes
 REASON_CHARS = 120
 LETTERS = 3.0  # in a window: one or two are bad rows
-LETTERS_ERROR = 0.1  # of the issued groups: no longer single rows but the reward function
+LETTERS_ERROR = 0.1  # share of the issued groups: no longer single rows but the reward function
 PAUSED_PHASES = ("pause", "transfer", "load", "verify", "commit")  # an engine does not generate
 
 RULES = Rules()
@@ -22,7 +22,7 @@ def _engine_left_out(view: RunView) -> Finding | None:
     if not records or not records[-1].failed:
         return None
     times = {name: sum(name in record.failed for record in records) for name in records[-1].failed}
-    name = max(times, key=lambda one: (times[one], one))
+    name = max(times, key=lambda member: (times[member], member))
     if times[name] < LEFT_OUT:
         return None
     others = len(times) - 1
@@ -41,9 +41,9 @@ def _engine_left_out(view: RunView) -> Finding | None:
 @RULES.add
 def _engine_quarantined(view: RunView) -> Finding | None:
     held = [
-        (record.version.label, name, why)
+        (record.version.label, name, reason)
         for record in view.status.publish_history[-QUARANTINED_OF:]
-        for name, why in sorted(record.quarantined.items())
+        for name, reason in sorted(record.quarantined.items())
     ]
     if not held:
         return None

@@ -11,9 +11,9 @@ DROPPED_STEPS = 2  # learner steps' groups that are dropped while none gets read
 @RULES.add
 def _engine_ahead_of_the_learner(view: RunView) -> Finding | None:
     ahead = {
-        one.name: one.adopted.label
-        for one in view.generators
-        if one.adopted is not None and one.adopted.step > view.status.steps
+        engine.name: engine.adopted.label
+        for engine in view.generators
+        if engine.adopted is not None and engine.adopted.step > view.status.steps
     }
     if not ahead or not view.stalled("in_flight"):
         return None
@@ -30,12 +30,13 @@ def _engine_ahead_of_the_learner(view: RunView) -> Finding | None:
 @RULES.add
 def _work_not_granted(view: RunView) -> Finding | None:
     in_flight, unscored = view.stalled("in_flight"), view.stalled("queue:eval_unscored")
-    asking = [one for one in view.generators if not one.leases]
+    asking = [engine for engine in view.generators if not engine.leases]
     if not in_flight or max(in_flight) or any(unscored) or not asking:
         return None
     if len(asking) < len(view.generators):
         return None  # held-out problems are under way
-    runs = ", ".join(sorted({one.adopted.label for one in asking if one.adopted is not None}))
+    labels = {engine.adopted.label for engine in asking if engine.adopted is not None}
+    runs = ", ".join(sorted(labels))
     text = (
         f"Nothing has been under way for {duration(WINDOW_S)}, and {len(asking)} generators with "
         f"{runs} get no work: the learner, at step {view.status.steps}, has not taken over, or "
@@ -54,7 +55,7 @@ def _every_group_dropped(view: RunView) -> Finding | None:
     total = sum(lost.values())
     if not ready or ready[-1] > ready[0] or total < DROPPED_STEPS * view.status.groups_per_step:
         return None
-    reasons = ", ".join(f"{why}: {count:.0f}" for why, count in sorted(lost.items()) if count)
+    reasons = ", ".join(f"{reason}: {count:.0f}" for reason, count in sorted(lost.items()) if count)
     text = (
         f"No learner step for {duration(WINDOW_S)}, and all {total:.0f} groups that ended "
         f"meanwhile were dropped ({reasons}): so the run goes on for ever. Read answers with "

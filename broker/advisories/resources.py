@@ -6,8 +6,8 @@ from slipstream.broker.advisories.view import FIGURE_STEPS, Finding, Rules, RunV
 
 WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
-THRASHED = 0.05  # of the answers: each is computed again from its first token
-NEAR_FULL = 0.8  # of the high water: past it generation is held back
+THRASHED = 0.05  # share of the answers: each is computed again from its first token
+NEAR_FULL = 0.8  # share of the high water: past it generation is held back
 
 RULES = Rules()
 
@@ -105,7 +105,7 @@ def _kv_thrashing(view: RunView) -> Finding | None:
 
     if (thrown := view.reading(measure, THRASHED)) is None:
         return None
-    limit = max((one.sequence_limit for one in view.generators), default=0)
+    limit = max((engine.sequence_limit for engine in view.generators), default=0)
     under_way = f", with up to {limit} under way in an engine now" if limit else ""
     return Finding(
         f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "

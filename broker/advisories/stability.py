@@ -18,19 +18,19 @@ from slipstream.broker.advisories.view import (
     step_window_ends,
 )
 
-AT_BOUND = 0.85  # of the bound, as a mean: nearly every token is as old as it may be
-REWARD_LOST = 1 / 3  # of the best: more than a harder stretch of the data costs
+AT_BOUND = 0.85  # share of the bound, as a mean: nearly every token is as old as allowed
+REWARD_LOST = 1 / 3  # share of the best: more than a harder stretch of the data costs
 REWARD_NOISE = 2.0  # standard deviations of single steps that a loss must exceed
 FLAT = 0.5  # share of the finished groups without a gradient: half of all generation for nothing
 FLAT_STEPS = 2  # batches' worth of finished groups, before the share means anything
-ENTROPY_LOST = 0.9  # of its first value
+ENTROPY_LOST = 0.9  # share of its first value
 ENTROPY_NATS = 0.1  # exp(0.1) = 1.1 tokens to choose from
 REWRITTEN = 0.1  # share of trajectories: below it an agent may compact a long history on purpose
 KL_NATS = 0.02  # per token; 1 / (1 + 2 KL) of the sample is effective, so under 4% is lost below it
-KL_RATIO = 2.0  # of the oldest lag against the newest: half of the mismatch comes from age
+KL_RATIO = 2.0  # oldest lag against the newest: half of the mismatch comes from age
 KL_CORRELATION = 0.6  # age explains a third of the variance
-KL_STEPS = 20  # of a KL by lag; the correlation needs twice as many
-KL_ROWS = 5  # with tokens of that lag among them
+KL_STEPS = 20  # steps of a KL by lag; the correlation needs twice as many
+KL_ROWS = 5  # rows with tokens of that lag
 STALENESS_SPREAD = 0.1  # learner steps; a staleness that never changes correlates with nothing
 _BY_LAG = "staleness/mismatch_kl@lag"
 

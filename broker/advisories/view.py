@@ -25,7 +25,7 @@ WINDOW_ROWS = 5  # and this many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
 NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
-KEEPS = 0.8  # of its limit, below which a measure that had passed it counts as recovered
+KEEPS = 0.8  # share of its limit, below which a measure counts as recovered
 
 
 class Advisory(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,16 +34,16 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     level: Level
     text: str
-    setting: str  # that changes it first
+    setting: str  # the setting to change first
     why: str  # the heading of docs/operations.md that explains it
 
 
 class Trends(msgspec.Struct, frozen=True, kw_only=True):
     """The newest history of a run, as columns of equal length; names as the page has them."""
 
-    at_s: Sequence[float]  # of the time rows, since the run started
-    series: Mapping[str, Column]  # by time
-    steps_at_s: Sequence[float]  # of the learner steps, since the run started
+    at_s: Sequence[float]  # times of the rows below, since the run started
+    series: Mapping[str, Column]  # rows by time
+    steps_at_s: Sequence[float]  # times of the learner steps, since the run started
     steps: Mapping[str, Column]  # figures by learner step
     every_steps: int = 1  # how many learner steps a row of them is the mean of
     high_water_bytes: int = 0  # broker.high_water_bytes; 0 is not known
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     """Statement of a rule."""
 
     text: str
-    setting: str  # that changes it first
+    setting: str  # the setting to change first
     level: Level = "warning"
 
 
@@ -138,7 +138,7 @@ class RunView:
 
     def waited(self, role: str) -> Measure:
         """Return a measure of the share of time that the processes of a role waited."""
-        names = [f"busy:{one.name}" for one in self.status.roles if one.role == role]
+        names = [f"busy:{process.name}" for process in self.status.roles if process.role == role]
 
         def measure(end: int) -> float | None:
             busy = [value for name in names for value in self.values(name, end)]
@@ -167,8 +167,8 @@ class RunView:
     @property
     def generators(self) -> list[RoleStatus]:
         """Generators that have weights."""
-        roles = (one for one in self.status.roles if one.role == "generator")
-        return [one for one in roles if one.adopted is not None]
+        roles = (process for process in self.status.roles if process.role == "generator")
+        return [process for process in roles if process.adopted is not None]
 
     @property
     def lately(self) -> str:

@@ -18,14 +18,14 @@ _COMMAND = (sys.executable, "-m", "slipstream.deploy.main", "advise")
 _RENEW_S = 60.0  # an answer that is older is computed again when it is asked for
 _LONGEST_S = 600.0
 _NICENESS = 10  # the run goes first
-_MAX_CHARS = 500  # of what a failed one says
+_MAX_CHARS = 500  # characters of an error
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """What is known now."""
 
     state: Literal["computing", "known", "failed"]
-    advice: msgspec.Raw = msgspec.Raw(b"null")  # as `slipstream plan --advise --json` prints it
+    advice: msgspec.Raw = msgspec.Raw(b"null")  # output of `slipstream plan --advise --json`
     reason: str = ""  # why there is none
     age_s: float = 0.0
 
@@ -94,7 +94,7 @@ class AdviceProcess:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            with suppress(OSError):  # it may have ended
+            with suppress(OSError):  # the process may have ended
                 os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
             async with asyncio.timeout(self._longest_s):
                 printed, said = await process.communicate()

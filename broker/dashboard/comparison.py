@@ -16,7 +16,7 @@ from slipstream.broker.history.compare.settings_diff import differences
 from slipstream.broker.history.table import shown
 
 MAX_OVERLAID = 16  # runs in one chart
-_READ_S = 30.0  # for the run folders
+_READ_S = 30.0  # limit for reading run folders
 _MAX_NAME = 200  # characters
 _MOST_SMOOTHING = 0.999
 

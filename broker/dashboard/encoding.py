@@ -96,7 +96,7 @@ class EventEncoder:
     def __init__(self) -> None:
         self._snapshot: Snapshot | None = None
         self._common = b""
-        self._whole: dict[float, bytes] = {}  # by the step that a viewer has
+        self._whole: dict[float, bytes] = {}  # events by the newest step of a viewer
 
     async def encoded(self, snapshot: Snapshot, step: float, source: RunSource) -> bytes:
         """Return the event of a snapshot for a viewer with the learner steps up to one."""

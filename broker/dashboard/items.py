@@ -23,7 +23,7 @@ from slipstream.wire.unreadable import UNREADABLE
 MAX_INDEXED = 50_000  # the newest rows
 MAX_FOUND = 50
 _SHOWN_CHARS = 120
-_SEARCHED_CHARS = 2_000  # of a prompt
+_SEARCHED_CHARS = 2_000  # characters of a prompt
 _MAX_SEARCHED = 16_000_000  # characters of all prompts
 MAX_PROMPT = 100_000  # characters of one that is shown
 
@@ -31,7 +31,7 @@ MAX_PROMPT = 100_000  # characters of one that is shown
 class _Indexed(msgspec.Struct, frozen=True):
     offset: int
     item: Item
-    lags: frozenset[int]  # of its tokens
+    lags: frozenset[int]  # lags of its tokens
     searched: str  # lower case
 
 
@@ -42,7 +42,7 @@ class RecordedItems:
     """Reads a run folder. Methods block; call them in one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder  # of the run
+        self.folder = folder  # folder of the run
         self._path = folder / TRAINED
         self._trail = folder / TRAIL
         self._index: deque[_Indexed] = deque()
@@ -66,21 +66,22 @@ class RecordedItems:
         elif wanted[:1] == "g" and wanted[1:].isdecimal():
             groups = frozenset({int(wanted[1:])})
         found: list[Item] = []
-        for one in reversed(self._index):
-            if lag is not None and lag not in one.lags:
+        for entry in reversed(self._index):
+            if lag is not None and lag not in entry.lags:
                 continue
-            if wanted not in one.searched if groups is None else one.item.group_id not in groups:
+            fits = wanted in entry.searched if groups is None else entry.item.group_id in groups
+            if not fits:
                 continue
             if len(found) == MAX_FOUND:
                 return Found(found, more=True, groups=sorted(groups or ()))
-            found.append(one.item)
+            found.append(entry.item)
         return Found(found, more=False, groups=sorted(groups or ()))
 
     def trajectory(self, group_id: int, sibling: int) -> Trajectory:
         """Return one recorded trajectory with the life of its group."""
         self._refresh()
-        siblings = [one for one in self._index if one.item.group_id == group_id]
-        own = next((one for one in reversed(siblings) if one.item.sibling == sibling), None)
+        siblings = [entry for entry in self._index if entry.item.group_id == group_id]
+        own = next((entry for entry in reversed(siblings) if entry.item.sibling == sibling), None)
         row = self._row(own.offset) if own is not None else None
         trace = trace_group(self._trail, group_id)
         life, outcome = (trace.life, trace.outcome) if trace is not None else ([], "")
@@ -114,8 +115,8 @@ class RecordedItems:
             life=life,
             outcome=outcome,
             siblings=[
-                Sibling(one.item.sibling, one.item.reward)
-                for one in sorted(siblings, key=lambda one: one.item.sibling)
+                Sibling(entry.item.sibling, entry.item.reward)
+                for entry in sorted(siblings, key=lambda entry: entry.item.sibling)
             ],
         )
 
@@ -171,16 +172,16 @@ class RecordedItems:
 
 def shown_letters(letters: Iterable[DeadLetter]) -> list[Letter]:
     """Return the newest dead letters as the page lists them, the newest first."""
-    newest = sorted(letters, key=lambda one: one.group_id, reverse=True)[:MAX_FOUND]
+    newest = sorted(letters, key=lambda letter: letter.group_id, reverse=True)[:MAX_FOUND]
     return [
         Letter(
-            group_id=one.group_id,
-            reason=one.reason,
-            step=one.step,
-            prompt=one.prompt.text[:_SHOWN_CHARS],
-            failures=[_failure_text(failure) for failure in one.failures],
+            group_id=letter.group_id,
+            reason=letter.reason,
+            step=letter.step,
+            prompt=letter.prompt.text[:_SHOWN_CHARS],
+            failures=[_failure_text(failure) for failure in letter.failures],
         )
-        for one in newest
+        for letter in newest
     ]
 
 

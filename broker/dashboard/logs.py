@@ -8,8 +8,8 @@ import msgspec
 
 LOGS = Path("logs")
 MAX_LOGS = 64  # the newest
-MAX_LINES = 30  # of each
-MAX_CHARS = 400  # of a line
+MAX_LINES = 30  # newest lines of each log
+MAX_CHARS = 400  # characters of a line
 _READ_BYTES = 32 * 1024
 _UNSEEN = "\N{REPLACEMENT CHARACTER}"  # in place of what controls a terminal or turns text around
 
@@ -17,14 +17,14 @@ _UNSEEN = "\N{REPLACEMENT CHARACTER}"  # in place of what controls a terminal or
 class LogTail(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one log."""
 
-    name: str  # of the process
+    name: str  # name of the process
     written_s: float  # unix time
     lines: list[str]  # the newest last
 
 
 def newest_lines(run_folder: Path) -> list[LogTail]:
     """Return the end of each log of a run on this host, in the order of their names."""
-    found = sorted(_logs(run_folder / LOGS), key=lambda one: one[1], reverse=True)[:MAX_LOGS]
+    found = sorted(_logs(run_folder / LOGS), key=lambda log: log[1], reverse=True)[:MAX_LOGS]
     return [
         LogTail(name=path.stem, written_s=written_s, lines=lines_of(_end_of(path)))
         for path, written_s in sorted(found)
@@ -39,7 +39,7 @@ def lines_of(data: bytes) -> list[str]:
 
 def _plain(line: str) -> str:
     cut = line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
-    return "".join(one if one.isprintable() or one == "\t" else _UNSEEN for one in cut)
+    return "".join(char if char.isprintable() or char == "\t" else _UNSEEN for char in cut)
 
 
 def _logs(folder: Path) -> Iterator[tuple[Path, float]]:

@@ -14,7 +14,7 @@ from slipstream.broker.advisories.view import Advisory
 from slipstream.wire.messages.metrics import MetricName
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 
-Samples: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
+Samples: TypeAlias = Mapping[tuple[str, ...], float]  # values by labels
 
 
 class _StatusCollector(Collector):

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _WRITE_S = 10.0
 _ADVISE_S = 5.0
-_LAST_WRITE_S = 10.0  # for a disk that does not answer as the broker ends
+_LAST_WRITE_S = 10.0  # limit for a slow disk as the broker ends
 _SHOWN_PUBLISHES = 60
 _SHOWN_EVALUATIONS = 500
 Advise: TypeAlias = Callable[[RunStatus, Trends], list[Advisory]]
@@ -46,7 +46,7 @@ Write: TypeAlias = Callable[[Path, StoredState], None]
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Data for the page, taken every second."""
 
-    status: RunStatus  # with the newest step, publishes and evaluations only
+    status: RunStatus  # contains only the newest step, publishes and evaluations
     advisories: list[Advisory]
     advice_ready: bool = True  # false: too early
     live: bool

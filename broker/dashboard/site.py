@@ -28,11 +28,11 @@ from slipstream.broker.listening.host_names import (
 from slipstream.broker.listening.http import HttpServer, bearer, is_key
 from slipstream.wire.errors import ConfigError
 
-_PATIENCE_S = 10.0  # for a browser that does not read
-_SLOWEST_BYTES_PER_S = 32 * 1024  # of one that reads: large answers get more time
-_NAMES_S = 5.0  # for a name server
-_SHARE = 1 / 8  # of descriptors, for browsers
-_IDLE_S = 75.0  # of a connection without requests
+_PATIENCE_S = 10.0  # limit for a browser that does not read
+_SLOWEST_BYTES_PER_S = 32 * 1024  # large answers get more time
+_NAMES_S = 5.0  # limit for a name server
+_SHARE = 1 / 8  # share of the descriptors for browsers
+_IDLE_S = 75.0  # idle time until a connection is closed
 _MAX_DIGITS = 15
 _HEADERS = {
     "Content-Security-Policy": (
@@ -103,7 +103,7 @@ class PageServer:
             try:
                 async with asyncio.timeout(_NAMES_S):
                     names = await asyncio.to_thread(machine_names)
-            except TimeoutError:  # of a name server
+            except TimeoutError:  # the name server is slow
                 names = {socket.gethostname()}
             self._http.names |= known_names(self._host, names)
         self._door.keep(await self._listen())
@@ -158,7 +158,7 @@ class PageServer:
     def _let_in(self, request: web.Request) -> None:
         token, cookie = self._door.token, request.cookies.get(self._cookie, "")
         is_known = is_key(cookie, self._door.cookie) or any(
-            is_key(given, token) for given in (request.query.get("token", ""), bearer(request))
+            is_key(key, token) for key in (request.query.get("token", ""), bearer(request))
         )
         if not is_known:
             raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
@@ -236,8 +236,9 @@ def json_answer(value: object) -> web.Response:
 def _resources() -> dict[str, bytes]:
     """Return the files of the page by name."""
     return {
-        one.name: one.read_bytes()
+        file.name: file.read_bytes()
         for folder in _FOLDERS
-        for one in (_FILES / folder).iterdir()
-        if one.is_file() and (PurePosixPath(one.name).suffix in _TYPES or one.name in _OTHER_FILES)
+        for file in (_FILES / folder).iterdir()
+        if file.is_file()
+        and (PurePosixPath(file.name).suffix in _TYPES or file.name in _OTHER_FILES)
     }

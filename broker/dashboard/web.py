@@ -29,9 +29,9 @@ from slipstream.broker.dashboard.site import (
 from slipstream.broker.history.compare.runs import sampling_of
 from slipstream.broker.history.compare.settings_diff import read_settings
 
-_PATIENCE_S = 10.0  # for a browser that does not read
+_PATIENCE_S = 10.0  # limit for a browser that does not read
 _CHUNK = 64 * 1024
-_READ_S = 5.0  # for the run folder
+_READ_S = 5.0  # limit for reading the run folder
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
 _MAX_QUERY = 200
 MAX_VIEWERS = 32
@@ -63,7 +63,7 @@ class Dashboard(PageServer):
         self._events_of = EventEncoder()
         self._states = StateEncoder(source)
         self._advice = AdviceProcess(items.folder)
-        self.num_viewers = 0  # of the stream
+        self.num_viewers = 0  # viewers of the stream
         for path, handler in {
             "/status.json": self._json,
             "/why.json": self._why,
@@ -143,8 +143,8 @@ class Dashboard(PageServer):
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         group, sibling = number(request, "group"), number(request, "sibling")
         found = await self._reader.read(lambda: self._items.trajectory(group, sibling))
-        letter = next((one for one in self._source.letters() if one.group_id == group), None)
-        if letter is not None and not found.found:
+        letters = {letter.group_id: letter for letter in self._source.letters()}
+        if (letter := letters.get(group)) is not None and not found.found:
             prompt = found.prompt or letter.prompt
             found = msgspec.structs.replace(found, prompt=prompt, failures=letter.failures)
         return json_answer(found)

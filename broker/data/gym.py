@@ -73,7 +73,7 @@ def verifier(name: str, options: Mapping[str, Json]) -> Verifier:
     dataset = _dataset(name, size=1, seed=0, options=options, setting=NAME_KEY)
 
     def score(answer: str, entry: dict[str, Json]) -> float:
-        if name in _COMPARES_TUPLES:  # with values that were tuples before the entry was JSON
+        if name in _COMPARES_TUPLES:  # JSON made lists of tuples in the entry
             metadata = entry["metadata"]
             entry = {**entry, "metadata": {**metadata, "output": _tuples(metadata["output"])}}
         return float(dataset.score_answer(answer, entry))

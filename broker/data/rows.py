@@ -20,7 +20,7 @@ _TURNS_AS_TEXT = re.compile(  # one turn, a list of them, or an object that hold
     r"""|model|gpt|chatgpt|bot|tool|function)['"])(?=.*['"](?:content|value)['"]\s*:)""",
     re.DOTALL | re.IGNORECASE,
 )
-_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # that MessagePack holds
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # limits of MessagePack
 
 
 class BadRowError(Exception):
@@ -30,7 +30,7 @@ class BadRowError(Exception):
 class RowRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rules that make prompts of the rows of one source."""
 
-    data_source: str  # of rows that name none
+    data_source: str  # default for rows without one
     prompt_column: str = "prompt"
     ground_truth_column: str = TRUTH_COLUMN
     as_chat: bool = False  # ask text as one turn of a user
@@ -156,7 +156,7 @@ def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file 
         raise BadRowError(f"{where} holds an integer of more than 64 bits: write it as text")
     if value is None or type(value) in _SCALARS:
         return value
-    for scalar in _SCALARS:  # of a class of its own, such as numpy's text and double numbers
+    for scalar in _SCALARS:  # subclasses, such as numpy's text and double numbers
         if isinstance(value, scalar):
             return scalar(value)
     if isinstance(value, Mapping):

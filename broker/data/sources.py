@@ -42,7 +42,7 @@ class LoadedSource:
 
     prompts: list[Prompt] = field(default_factory=list)
     bad_rows: list[tuple[str, str]] = field(default_factory=list)  # (row, why)
-    columns: dict[str, None] = field(default_factory=dict)  # that any row has, in order
+    columns: dict[str, None] = field(default_factory=dict)  # columns of any row, in order
 
 
 def local_data(data: DataSection, run: RunSection) -> DataSection:
@@ -68,7 +68,9 @@ def local_eval(evaluation: EvalSection, run: RunSection) -> EvalSection:
 
 
 def _local(tables: dict[str, SourceTable], run: RunSection, setting: str) -> dict[str, SourceTable]:
-    files = {key: local_file(run, one.file, f"{setting}.{key}.file") for key, one in tables.items()}
+    files = {
+        key: local_file(run, table.file, f"{setting}.{key}.file") for key, table in tables.items()
+    }
     return {key: msgspec.structs.replace(tables[key], file=file) for key, file in files.items()}
 
 
@@ -172,8 +174,8 @@ def _load_and_log(source: Source, data: DataSection) -> LoadedSource:
     loaded = load_source(source, data, keep_going=data.on_bad_row == "skip")
     if loaded.bad_rows:
         _log.warning("%s: %d rows skipped", source.setting, len(loaded.bad_rows))
-        for row, why in loaded.bad_rows[:_LOGGED_ROWS]:
-            _log.warning("  %s: %s", row, why)
+        for row, reason in loaded.bad_rows[:_LOGGED_ROWS]:
+            _log.warning("  %s: %s", row, reason)
     return loaded
 
 

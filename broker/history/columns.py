@@ -45,9 +45,7 @@ class HistoryColumns(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     began_s: float  # unix time
-    shared_cores: int = (
-        0  # CPU cores that all processes share; 0: there are GPUs, hosts, or unknown
-    )
+    shared_cores: int = 0  # CPU cores of all processes; 0: GPUs, several hosts, or unknown
     time: TimeColumns
     steps: StepColumns
 
@@ -106,12 +104,12 @@ def trends_of(columns: HistoryColumns, *, high_water_bytes: int, fsync: str) -> 
 
 def encode_json(value: object) -> bytes:
     """Return JSON of anything that holds columns; column by column, so that others get a turn."""
-    return msgspec.json.encode(value, enc_hook=lambda one: _column_of(one).tolist())
+    return msgspec.json.encode(value, enc_hook=lambda value: _column_of(value).tolist())
 
 
 def write_state(path: Path, state: StoredState) -> None:
     """Write a state, at once or not at all."""
-    data = msgspec.msgpack.encode(state, enc_hook=lambda one: shown(_column_of(one)))
+    data = msgspec.msgpack.encode(state, enc_hook=lambda value: shown(_column_of(value)))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data, durable=False)
 

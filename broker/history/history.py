@@ -15,7 +15,7 @@ from slipstream.broker.history.rates import RunRates
 from slipstream.broker.history.table import Row, Rows, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 
-EVERY_S = 2.0  # of a new run
+EVERY_S = 2.0  # interval of a new run
 
 
 def steady_time(
@@ -43,12 +43,12 @@ class RunHistory:
         """
         self.began_s = began_s
         self.every_s = every_s
-        self.shared_cores = 0  # by all processes; 0 if it is not so
+        self.shared_cores = 0  # CPU cores that all processes share; 0 if they do not
         self.every_steps = 1  # learner steps in a row
         self._time = Table()
         self._steps = Table()
         self._rates = RunRates()
-        self._back_s = 0.0  # by which the clock was set back, as far as it was noticed
+        self._back_s = 0.0  # total time that the clock was set back
         self._sampled_s = -math.inf  # since the run started
         self._step = 0.0  # the newest that is known
 
@@ -158,7 +158,7 @@ class RunHistory:
             steps=StepColumns(
                 step=self._steps.keys.tolist(),
                 every_steps=self.every_steps,
-                at_s=[float(one or 0.0) for one in figures.pop("at_s", ())],
+                at_s=[float(value or 0.0) for value in figures.pop("at_s", ())],
                 series=figures,
             ),
         )

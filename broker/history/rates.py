@@ -14,7 +14,7 @@ class Seen:
     waited_s: float
     worked_s: float
     tokens: float
-    acted_s: float = 0.0  # of worked_s, in which environments answered and the engine stood idle
+    acted_s: float = 0.0  # part of worked_s in which environments answered and the engine idled
 
     @classmethod
     def of(cls, role: RoleStatus) -> "Seen":

@@ -17,19 +17,12 @@ from slipstream.broker.advisories.view import Column
 
 MAX_ROWS = 2_000
 MAX_SERIES = 512  # names in a table
-KEPT_FREE = 128  # of them for figures of a whole step: those by lag do not take the last places
+KEPT_FREE = 128  # places for figures of a whole step: figures by lag do not take the last ones
 _MAX_NAME = 100  # characters
-_COUNTED = (
-    "dropped:",
-    "version:",
-    "issued",
-    "trained",
-    "answers",
-    "retracted",
-    "at_s",
-)  # of two rows the later one counts
+# The later of two rows counts.
+_COUNTED = ("dropped:", "version:", "issued", "trained", "answers", "retracted", "at_s")
 _BY_LAG = "@lag"
-_HIGHEST = ("_max", "/max")  # end the names of figures of which, of two rows, the larger counts
+_HIGHEST = ("_max", "/max")  # endings of names: the larger of two rows counts
 _MISSING = math.nan
 Row: TypeAlias = dict[str, float | None]
 Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]  # NaN: there is no value
@@ -204,14 +197,15 @@ def is_maximum(name: str) -> bool:
 def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return the values as numbers, all of them checked before any of them is kept."""
     return {
-        name[:_MAX_NAME]: _MISSING if one is None else float(one) for name, one in values.items()
+        name[:_MAX_NAME]: _MISSING if value is None else float(value)
+        for name, value in values.items()
     }
 
 
 def shown(values: Numbers) -> list[float | None]:
     """Return the values, None for non-finite ones; nearly always there are none."""
     numbers = values.tolist()
-    return [*numbers] if np.isfinite(values).all() else [number(one) for one in numbers]
+    return [*numbers] if np.isfinite(values).all() else [number(value) for value in numbers]
 
 
 def number(value: float) -> float | None:

@@ -53,13 +53,13 @@ class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded trajectory in a list."""
 
-    step: int  # that trained it
+    step: int  # learner step that trained it
     group_id: int
     sibling: int
     lag: int  # learner steps, of its oldest token
     reward: float
     prompt: str  # its beginning
-    num_tokens: int  # that the policy chose
+    num_tokens: int  # tokens chosen by the policy
     num_turns: int = 1
     num_branches: int = 1
 
@@ -96,10 +96,10 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     num_tokens: int
     turn: int = 0  # its number, from 1; 0 is context
-    num_drawn: int = 0  # of a turn's tokens, those that are given
-    reward: float | None = None  # of a turn
+    num_drawn: int = 0  # tokens of the turn that are included
+    reward: float | None = None  # reward of a turn
     calls: dict[str, int] = {}  # how often a turn calls which tools
-    text: Excerpt | None = None  # of context
+    text: Excerpt | None = None  # text of context
     branch: int = 0  # number of the branch that begins here, from 2
     num_shared: int = 0  # tokens that it begins with and an earlier branch too
     shared_with: int = 0  # number of that branch
@@ -126,7 +126,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     temperature: float = 1.0
     num_prompt_cut: int = 0  # characters at its end that were left out
-    tokens: list[Token] = []  # of all turns, in order
+    tokens: list[Token] = []  # tokens of all turns, in order
     stretches: list[Stretch] = []  # turns and the context between, in order
     num_turns: int = 1
     num_branches: int = 1
@@ -134,5 +134,5 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     num_cut: int = 0  # stretches at the end that were left out
     life: list[Moment] = []
     siblings: list[Sibling] = []
-    outcome: str = ""  # of its group, by the ledger
-    failures: list[str] = []  # of a dead letter: holder and reason of each
+    outcome: str = ""  # fate of its group in the ledger
+    failures: list[str] = []  # failures of a dead letter: holder and reason

@@ -27,7 +27,7 @@ class Book:
             last_step=rules.total_steps,
         )
         self.groups = self.state.groups  # neither trained (or evaluated) nor dropped
-        self.leases = self.state.leases  # of generation
+        self.leases = self.state.leases  # leases of generation
         self.index = GroupIndex(rules.bound, self.groups.values())
         self.by_holder = Holdings()
         for lease in self.leases.values():

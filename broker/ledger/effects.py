@@ -75,7 +75,7 @@ def apply(book: Book, event: LedgerEvent) -> None:
             state.eval_rounds[step] = EvalRound(step, num_problems)
         case EvalRoundClosed(step=step, point=point):
             del state.eval_rounds[step]
-            insort(state.eval_points, point, key=lambda one: one.step)
+            insort(state.eval_points, point, key=lambda known: known.step)
         case StopPlanned(last_step=step, reason=reason):
             state.last_step, state.stop_reason = step, reason
         case LetterDropped(group_id=group_id):
@@ -289,7 +289,7 @@ def _train(book: Book, version: PolicyVersion) -> None:
 
 def _no_longer_trained(state: BookState, step: int) -> None:
     del state.cut_off[step]
-    state.in_hand = tuple(one for one in state.in_hand if one != step)
+    state.in_hand = tuple(held for held in state.in_hand if held != step)
 
 
 def _take_over(book: Book, event: TakenOver) -> None:

@@ -26,7 +26,7 @@ class EvalRound(msgspec.Struct):
     step: int  # only generators that adopted this step or a newer one may answer
     num_problems: int
     next_problem: int = 0  # position of the next one to issue
-    answers: dict[int, list[EvalAnswer]] = msgspec.field(default_factory=dict)  # by problem
+    answers: dict[int, list[EvalAnswer]] = msgspec.field(default_factory=dict)  # answers by problem
     versions: set[PolicyVersion] = msgspec.field(default_factory=set)
     dropped: set[int] = msgspec.field(default_factory=set)
 

@@ -71,14 +71,14 @@ class LeaseEnded(Event, frozen=True):
 
     lease_id: int
     reason: LeaseEnd
-    detail: str = ""  # what the holder said
+    detail: str = ""  # reason given by the holder
 
 
 class Generated(Event, frozen=True):
     """One sibling is finished and its payload is stored."""
 
     header: TrajectoryHeader
-    num_bytes: int = 0  # of its payload and transcript
+    num_bytes: int = 0  # size of its payload and transcript
 
 
 class ScoringFailed(Event, frozen=True):

@@ -12,7 +12,7 @@ from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, Traject
 GroupState = Literal["issued", "leased", "generated", "ready", "delivered"]
 STATES: tuple[GroupState, ...] = ("issued", "leased", "generated", "ready", "delivered")
 NOBODY = -1
-_MAX_FAILURES = 8  # that are remembered of a group
+_MAX_FAILURES = 8  # newest failures of a group
 _MAX_LESSEES = 16  # the newest, whose answers may still come
 
 
@@ -23,16 +23,16 @@ class Group(msgspec.Struct, kw_only=True):
     item: ItemKind
     prompt: Prompt
     size: int
-    position: int = 0  # of the prompt in its source
+    position: int = 0  # position of the prompt in its source
     eval_step: int = -1
-    adopted_step: int = -1  # of the generator that leased it first
-    bound: int = -1  # that was in force at its first lease, in learner steps; -1 is the run's own
+    adopted_step: int = -1  # step of the generator that leased it first
+    bound: int = -1  # bound in force at its first lease, in learner steps; -1 is the run's own
     attempts: int = 0  # leases that ended without all siblings, by a fault
-    deaths: int = 0  # of these, by death of the holder
+    deaths: int = 0  # attempts that ended by the death of the holder
     strandings: int = 0  # leases that ended as what ran its trajectories was gone
     lease_id: int = NOBODY
     bound_to: int = NOBODY  # learner step whose batch it is in
-    num_bytes: int = 0  # of its payloads and transcripts
+    num_bytes: int = 0  # size of its payloads and transcripts
     headers: dict[int, TrajectoryHeader] = msgspec.field(default_factory=dict)
     scores: dict[int, Score] = msgspec.field(default_factory=dict)
     failed_scorings: dict[int, int] = msgspec.field(default_factory=dict)

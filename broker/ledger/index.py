@@ -13,22 +13,22 @@ class GroupIndex:
 
     def __init__(self, bound: StalenessBound, groups: Iterable[Group] = ()) -> None:
         self._bound = bound
-        self._in_state: Counter[GroupState] = Counter()  # of groups to be trained
+        self._in_state: Counter[GroupState] = Counter()  # training groups only
         self.due: Counter[int] = Counter()  # deadline -> live groups
         self.ready: Counter[int] = Counter()  # deadline -> live groups that are ready
         self.num_live = 0
-        self.num_siblings = 0  # of groups to be trained
+        self.num_siblings = 0  # training groups only
         self.num_generated = 0
         self.num_scored = 0
         self.eval_unscored = 0  # held-out answers that wait for a reward
-        self.eval_open = 0  # that are to come, or wait for one
+        self.eval_open = 0  # held-out answers to come, or without a reward
         self._begun: Counter[int] = Counter()  # step of a first lease -> live groups
         self._ready_begun: Counter[int] = Counter()  # the same of those that are ready
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready: OrderedDict[int, int] = OrderedDict()  # group -> how many were ready before
         self.num_ever_ready = 0
         self.again: dict[int, Group] = {}  # leased before or for evaluation, held by no one
-        self.fresh: dict[int, Group] = {}  # to be trained, never leased
+        self.fresh: dict[int, Group] = {}  # training groups, never leased
         for group in groups:
             self.enter(group)
 

@@ -93,7 +93,7 @@ class Issuing:
     def num_available(self, adopted: PolicyVersion) -> int:
         """Return how many groups there are for a generator that runs ``adopted``, about."""
         book = self._book
-        held_out = sum(one.unissued for one in book.state.eval_rounds.values())
+        held_out = sum(eval_round.unissued for eval_round in book.state.eval_rounds.values())
         return self.permits(adopted) + len(book.index.again) + held_out
 
     def next_group(self, adopted: PolicyVersion, room: int, spare: int = 0) -> Group | None:
@@ -130,7 +130,7 @@ class Issuing:
                 book.controller.binds = True
             return None
         for group in book.index.fresh.values():
-            return group  # of before a take-over: its prompt was taken long ago
+            return group  # left from before a take-over: its prompt is taken already
         if book.out_of_prompts:
             return None
         return self._issue("train", self._prompt_at(state.cursor), state.cursor, rules.group_size)

@@ -28,7 +28,7 @@ class ScoringLease:
 class _Failures:
     """Failed attempts to score a trajectory."""
 
-    names: set[str]  # of workers that tried
+    names: set[str]  # workers that tried
     count: int = 0
     not_before_s: float = 0.0
 
@@ -190,7 +190,7 @@ class ScoringQueue:
             fits = not chosen or (
                 len(chosen) + len(work) <= credits_left and num_bytes + size <= MAX_GRANTED_BYTES
             )
-            if work and fits and all(self._may_have(one, name, now_s) for one in work):
+            if work and fits and all(self._may_have(candidate, name, now_s) for candidate in work):
                 chosen += work
                 num_bytes += size
             else:

@@ -40,18 +40,18 @@ class LedgerRules:
     max_response_tokens: Mapping[ItemKind, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
-    max_tokens: Mapping[ItemKind, int] = field(  # of prompt, context and responses together
+    max_tokens: Mapping[ItemKind, int] = field(  # prompt, context and responses together
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
-    max_turns: int = MAX_TOKENS  # of a trajectory with an environment; 0: there is none
+    max_turns: int = MAX_TOKENS  # turns of a trajectory; 0 without an environment
     max_batch_attempts: int = 3  # learners that may end with a batch in hand
-    max_token_bytes: int = MAX_TOKENS  # of a payload, for each token
-    high_water_bytes: int = 1 << 62  # of untrained payloads
+    max_token_bytes: int = MAX_TOKENS  # payload bytes per token
+    high_water_bytes: int = 1 << 62  # limit of untrained payloads
     max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints
-    replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
-    prompts_fingerprint: str = ""  # of the training prompts, in order
-    problems_fingerprint: str = ""  # of the held-out problems
+    replay_budget_bytes: int = 1 << 62  # limit of trained payloads without a checkpoint
+    prompts_fingerprint: str = ""  # hash of the training prompts, in order
+    problems_fingerprint: str = ""  # hash of the held-out problems
     staleness_target: StalenessTarget | None = None  # held below the bound
     max_dead_letters: int = MAX_DEAD_LETTERS
 
@@ -67,17 +67,17 @@ class BookState(msgspec.Struct, kw_only=True):
     """All that is stored. Deadlines of leases are not: after a restart each gets a full term."""
 
     revision: int = REVISION
-    run_id: str = ""  # as in the run folder's identity.json
+    run_id: str = ""  # id in the run folder's identity.json
     life: int = 0
     granted_epoch: int = 0  # the highest of any life, in the present lineage or not
-    num_events: int = 0  # that made this state
+    num_events: int = 0  # events that made this state
     prompts: str  # fingerprint of the training prompts and their order
     problems: str  # fingerprint of the held-out problems
     group_size: int
-    bound: StalenessBound  # that the groups in flight were admitted under
+    bound: StalenessBound  # bound under which the groups in flight were admitted
     last_step: int
     stop_reason: str = ""
-    version: PolicyVersion = PolicyVersion(0, 0)  # of the learner; epoch 0 is no learner
+    version: PolicyVersion = PolicyVersion(0, 0)  # version of the learner; epoch 0 is no learner
     learner: str = ""  # the incarnation that has the epoch
     awaits_learner: bool = False  # this life of the run has none yet: nothing starts or ends
     learner_left: bool = False  # in order, at the end
@@ -96,13 +96,13 @@ class BookState(msgspec.Struct, kw_only=True):
     staleness: Counter[int] = msgspec.field(default_factory=Counter)  # in steps -> trained tokens
     lengths: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)  # see survivorship
     cancelled: Counter[str] = msgspec.field(default_factory=Counter)
-    dead_letters: dict[int, DeadLetter] = msgspec.field(default_factory=dict)  # by group
+    dead_letters: dict[int, DeadLetter] = msgspec.field(default_factory=dict)  # letters by group
     letters_forgotten: int = 0  # there was no room for them
     retried: int = 0
     requeued: int = 0
     redelivered_steps: int = 0
     drops_in_a_row: int = 0  # groups dropped since the last one became ready
-    part_names: list[str] = msgspec.field(default_factory=list)  # of rewards, as they first came
+    part_names: list[str] = msgspec.field(default_factory=list)  # names of reward parts
     sampled_reward: float = 0.0  # sum over all groups scored since the last step
     sampled_count: int = 0
     untrained_bytes: int = 0
@@ -115,9 +115,9 @@ class BookState(msgspec.Struct, kw_only=True):
     cut_off: Counter[int] = msgspec.field(default_factory=Counter)
     replay: dict[int, list[Group]] = msgspec.field(default_factory=dict)  # trained, payloads kept
     history: dict[int, TrainedStep] = msgspec.field(default_factory=dict)
-    lost: list[tuple[int, int]] = msgspec.field(default_factory=list)  # to be requeued at once
+    lost: list[tuple[int, int]] = msgspec.field(default_factory=list)  # groups to requeue at once
     eval_rounds: dict[int, EvalRound] = msgspec.field(default_factory=dict)
-    eval_points: list[EvalPoint] = msgspec.field(default_factory=list)  # by step
+    eval_points: list[EvalPoint] = msgspec.field(default_factory=list)  # points by step
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -158,6 +158,7 @@ def for_checkpoint(state: BookState) -> BookState:
         cut_off=Counter(),
         replay={},
         eval_rounds={
-            step: EvalRound(step, one.num_problems) for step, one in state.eval_rounds.items()
+            step: EvalRound(step, eval_round.num_problems)
+            for step, eval_round in state.eval_rounds.items()
         },
     )

@@ -26,10 +26,10 @@ from math import ceil, inf
 
 from slipstream.broker.ledger.admission import StalenessBound
 
-_RAISE_BELOW = 0.7  # of the target
+_RAISE_BELOW = 0.7  # share of the target
 _FAR_ABOVE = 2.0
-_WEIGHT = 0.5  # of the newest step, in the mean of the figure
-_TAIL = 0.05  # of the tokens that a p95 leaves
+_WEIGHT = 0.5  # weight of the newest step in the mean
+_TAIL = 0.05  # share of the tokens beyond a p95
 _FIRST_PAUSE = 16  # learner steps until a number that was too high is tried again
 _LONGEST_PAUSE = 256
 _LEAST_SEEN = 2  # learner steps before a decision

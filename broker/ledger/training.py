@@ -154,9 +154,7 @@ class Training:
         """
         book, state = self._book, self._book.state
         if version.next() == book.version and step == book.step:
-            version = (
-                book.version
-            )  # requested ahead, and the commit came meanwhile: it is that step
+            version = book.version  # requested ahead of a commit that came meanwhile
         self._require_current(version)
         step = version.step if step is None else step
         if not version.step <= step <= version.step + 1:

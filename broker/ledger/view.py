@@ -74,7 +74,7 @@ def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") ->
     if unscored := _trajectories_in_flight(book)["to_score"]:
         barren = f"; {unscored} answers wait for a reward{f', {trouble}' if trouble else ''}"
     if state.drops_in_a_row >= 2 * book.rules.bound.groups_per_step:  # it could be so for ever
-        reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in state.dropped.items())
         barren += f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
     if not group_ids:
         held = ", ".join(f"{state}: {n}" for state, n in book.in_flight().items() if n)

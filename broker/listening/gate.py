@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 BACKLOG = 128  # connections that are let in after the gate was shut, at most
-_MOST_LINES = 10  # of one broker: repeated connections must not fill the disk
-_OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
+_MOST_LINES = 10  # log lines of one socket: connections must not fill the disk
+_OPEN_AGAIN = 0.9  # share of the limit, so that the gate does not open for every single connection
 
 
 class Limit(NamedTuple):
@@ -181,7 +181,7 @@ class ConnectionCount:
 
     def stop(self) -> None:
         """End the thread; before the socket is closed."""
-        if not self._watched.closed:  # which ends it, too
+        if not self._watched.closed:  # a closed socket ends the thread, too
             self._watched.disable_monitor()
         self._thread.join()
 

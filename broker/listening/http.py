@@ -22,7 +22,7 @@ IDLE_S = 60.0  # clients of HTTP close an idle connection before
 _HEAD_S = 10.0  # in which the head of the first request must have come
 _MAX_HEAD_BYTES = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
-_SPARE = 16  # of the holder of a key, besides those of its calls at a time
+_SPARE = 16  # connections of a key's holder beyond its calls at a time
 _LAST = {401, 403, 404, 405, 417}
 """Statuses after which a connection, which may have no key, is closed; 417 precedes any check."""
 _BEARER = "Bearer "
@@ -69,11 +69,11 @@ class HttpServer:
             cancels: a client that goes away cancels its request.
         """
         self.limit = limit
-        self.names: frozenset[str] = frozenset()  # by which it may be asked, besides its address
-        self.refused: Counter[str] = Counter()  # by which limit: server, key, head
+        self.names: frozenset[str] = frozenset()  # host names of requests, besides the address
+        self.refused: Counter[str] = Counter()  # refusals by limit: server, key, head
         self._what = what
         self._head_s = min(_HEAD_S, idle_s)
-        self._held: dict[str, set[asyncio.BaseTransport]] = {}  # by key
+        self._held: dict[str, set[asyncio.BaseTransport]] = {}  # connections by key
         self._rarely = RateLimitedLog(_log)
         app.middlewares.insert(0, self._guard)
         app.on_response_prepare.append(_hang_up)
@@ -144,7 +144,7 @@ class HttpServer:
 
         A holder may have as many as ``calls_at_a_time`` and a few more.
         """
-        held = {one for one in self._held.get(key, ()) if not one.is_closing()}
+        held = {connection for connection in self._held.get(key, ()) if not connection.is_closing()}
         is_known = transport is None or transport in held
         if not is_known and len(held) >= calls_at_a_time + _SPARE:
             self.refused["key"] += 1

@@ -6,11 +6,11 @@ from itertools import islice
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
-MAX_CHARS = 100  # of a name
+MAX_CHARS = 100  # characters of a name
 MAX_NAMES = 256  # figures of a report
 MAX_REASON_CHARS = 500
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a phase or counter
-_MOST = 1e15  # of a figure; a sum of some is a number still
+_MOST = 1e15  # largest figure; a sum of some is still finite
 _LAST_MOMENT_S = 1e11  # unix time; calendars end later
 
 

@@ -69,8 +69,11 @@ class MetricsFile:
         self._now = now
         newest = cut_metrics(path, step, evaluated)
         self._began_s = now() - (newest.wall_s or 0.0)
-        self.newest_step = newest.step  # that has a line; 0 if none has
-        self._tokens = {0: 0, newest.step: newest.trained_tokens}  # by step, the newest
+        self.newest_step = newest.step  # newest step with a line, or 0
+        self._tokens = {
+            0: 0,
+            newest.step: newest.trained_tokens,
+        }  # tokens by step, newest steps only
         self.num_lost = 0  # lines that could not be written
         self._orders: queue.Queue[_Order] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="metrics file", daemon=True)

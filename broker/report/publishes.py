@@ -17,8 +17,8 @@ from slipstream.broker.report.bounds import (
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, merged
 
 MAX_PUBLISHES = 200
-MAX_MEMBERS = 4_096  # of a publish, and at a time
-MAX_KEPT_MEMBERS = 20_000  # of all publishes together
+MAX_MEMBERS = 4_096  # members of a publish, and at a time
+MAX_KEPT_MEMBERS = 20_000  # members of all publishes together
 
 
 class PublishHistory:
@@ -99,7 +99,7 @@ def newest(
             record.engine_digests,
             record.quarantined,
         )
-        most_members -= max(len(one) for one in (*named, record.num_in_flight))
+        most_members -= max(len(members) for members in (*named, record.num_in_flight))
         if kept and most_members < 0:
             break
         kept.appendleft(record)

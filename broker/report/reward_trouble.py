@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _TRIES = 50  # counted for each function
-_MANY = 5  # of them without a reward, before a warning
+_MANY = 5  # tries without a reward, before a warning
 _FUNCTIONS = 100  # kept; the least recently tried is dropped first
 
 
@@ -13,7 +13,7 @@ class _Tries:
     """Outcomes of the newest tries of a function."""
 
     outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=_TRIES))  # True: a reward
-    reason: str = ""  # of the newest failure
+    reason: str = ""  # reason of the newest failure
     num_failed: int = 0  # in all
     warn_at: int = _MANY
 

@@ -77,8 +77,8 @@ class FolderRecords(RunRecords):
         self._max_batch_bytes = max_batch_bytes
         self._batches: TrajectoryFileWriter | None = None
         self._open_batches()
-        self._points = list(known)  # of before a resume: logged already
-        self._num_answers: dict[int, int] = {}  # by step, in this life of the run
+        self._points = list(known)  # points before a resume: logged already
+        self._num_answers: dict[int, int] = {}  # answers by step, in this life of the run
         self._incomplete: set[int] = set()  # steps already reported
         self._last_step = -1  # the newest whose batch is recorded
         self._folder = run.folder / EVAL
@@ -162,7 +162,7 @@ class FolderRecords(RunRecords):
             )
         self._folder.mkdir(exist_ok=True)
         path = answers_file(self._run.folder, step)
-        rows = (json.dumps(_answer(group, sibling, one)) for sibling, one in frames.items())
+        rows = (json.dumps(_answer(group, sibling, stored)) for sibling, stored in frames.items())
         text = "".join(f"{row}\n" for row in rows)
         with _full_disk_tolerated(str(path)), path.open("a" if written else "w") as file:
             file.write(text)

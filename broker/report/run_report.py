@@ -110,7 +110,7 @@ class RunReport:
             return
         self._letters = letters
         self._write_letters_s = time.monotonic() + _LETTERS_EVERY_S
-        found = tuple(sorted(self.dead_letters(), key=lambda one: one.group_id))
+        found = tuple(sorted(self.dead_letters(), key=lambda letter: letter.group_id))
         self.records.dead_letters(
             DeadLetters(letters=found, total=len(found), forgotten=state.letters_forgotten)
         )

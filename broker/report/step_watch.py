@@ -7,7 +7,7 @@ from statistics import median
 from slipstream.wire.messages.status import SlowStep
 from slipstream.wire.messages.versions import PolicyVersion
 
-TIMES = 20.0  # as long as usual
+TIMES = 20.0  # multiple of the usual time
 LEAST_S = 120.0  # a checkpoint or an evaluation takes that long, too
 _FEWEST = 3  # steps before one is compared with them
 _KEPT = 20
@@ -18,7 +18,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._version: PolicyVersion | None = None
-        self._groups: Sequence[int] = ()  # of the batch that is trained
+        self._groups: Sequence[int] = ()  # groups of the batch in training
         self._since_s = 0.0
         self._earlier: deque[float] = deque(maxlen=_KEPT)
 

@@ -13,7 +13,7 @@ from slipstream.wire.messages.status import RunStatus
 
 PUBLISHES = "newest_publishes"
 _KEPT_PUBLISHES = 50
-_KEPT_MEMBERS = 1_000  # of these publishes together
+_KEPT_MEMBERS = 1_000  # members of these publishes together
 
 
 def summary_of(status: RunStatus) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     for record in plain[PUBLISHES]:
         del record["engine_digests"]
     # The seconds of a phase are those of the slowest member.
-    plain["publish_seconds"] = means_of(one.phase_seconds for one in status.publish_history)
+    plain["publish_seconds"] = means_of(record.phase_seconds for record in status.publish_history)
     last = status.steps_history[-1:] or []
     plain["last_step_metrics"] = last[0].metrics if last else {}
     plain["mean_metrics"] = dict(

@@ -28,7 +28,7 @@ from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
 _KEPT_STEPS = 2_000
-_MAX_NOTICES = 100_000  # of newly ready groups; one a second at most
+_MAX_NOTICES = 100_000  # notices of newly ready groups; one a second at most
 _GONE_S = 3_600.0
 
 
@@ -50,7 +50,7 @@ class Telemetry:
         self._started_s = now()
         self._training_since_s: float | None = None
         self._roles: dict[str, RoleRecord] = {}
-        self._ended_tokens: Counter[str] = Counter()  # of earlier incarnations, by role
+        self._ended_tokens: Counter[str] = Counter()  # tokens of earlier incarnations, by role
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes = PublishHistory()
         self._members: list[MemberState] = []
@@ -75,10 +75,10 @@ class Telemetry:
         now = self._now()
         # A name may hold a pid: roles that have been silent for long are no longer shown.
         # Of a learner only one is shown, and it may be silent in a long step.
-        for name, one in list(self._roles.items()):
-            if one.hello.role in MANY and now - one.last_message_s > _GONE_S:
+        for name, record in list(self._roles.items()):
+            if record.hello.role in MANY and now - record.last_message_s > _GONE_S:
                 del self._roles[name]
-                self._ended_tokens[one.hello.role] += int(one.tokens)
+                self._ended_tokens[record.hello.role] += int(record.tokens)
         known = replace(hello, packages={}, held=())
         self._roles[hello.name] = RoleRecord(known, now, now)
         for package, version in hello.packages.items():

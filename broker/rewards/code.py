@@ -42,7 +42,7 @@ from slipstream.wire.messages.trajectory import Json
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_MOST_DIGITS = 4300  # of an integer; Python's own limit where it is not taken away
+_MOST_DIGITS = 4300  # digits of an integer; Python's default limit
 _TOLERANCE = Decimal("1e-6")
 _NO_LIMITS = decimal.Context(Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[])
 _CLASS = "Solution"
@@ -58,9 +58,9 @@ class Tests:
 
     inputs: tuple[bytes, ...] = ()
     outputs: tuple[str, ...] = ()
-    function: str = ""  # that is called, or all that assertions take of the answer; "" is any name
+    function: str = ""  # function to call, or the only name for assertions; "" is any name
     calls: tuple[tuple[list[Json], *tuple[Json, ...]], ...] = ()  # arguments, right results
-    texts: tuple[str, ...] = ()  # of assertions
+    texts: tuple[str, ...] = ()  # texts of assertions
 
     def __len__(self) -> int:
         """Return the number of test cases."""
@@ -230,7 +230,7 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
             f"got {len(outputs)} and {len(inputs)}"
         )
     pairs = [pair for pair in zip(inputs, outputs, strict=True) if _given(pair)]
-    inputs, outputs = [given for given, _ in pairs], [expected for _, expected in pairs]
+    inputs, outputs = [input_ for input_, _ in pairs], [expected for _, expected in pairs]
     if any(map(_is_absent, inputs if function else inputs + outputs)):
         raise ValueError(f"ground_truth: an input or output is missing: {_shortened(truth)}")
     if not function:
@@ -278,7 +278,7 @@ def _holds(value: Any, what: Callable[[Any], bool]) -> bool:  # noqa: ANN401
     """Return whether a value of JSON, or one inside it, is such."""
     if isinstance(value, list | dict):
         inner = value.values() if isinstance(value, dict) else value
-        return any(_holds(one, what) for one in inner)
+        return any(_holds(item, what) for item in inner)
     return what(value)
 
 
@@ -370,8 +370,8 @@ def _run_programs(
 ) -> tuple[int, bool]:
     """Run the program once for each input; return how often it was right, and if it ever ended."""
     passed, ran = 0, False
-    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-        outcome = budget.run(program, stdin=given)
+    for stdin, expected in zip(tests.inputs, tests.outputs, strict=True):
+        outcome = budget.run(program, stdin=stdin)
         if outcome is None:
             break
         ran = ran or outcome.status == "ok"
@@ -444,7 +444,7 @@ def same_text(printed: str, expected: str, *, exact: bool = False) -> bool:
         exact: by lines instead, without white space at either end of a line or of the text.
     """
     if exact:
-        ours, theirs = ([line.strip() for line in one.split("\n")] for one in (printed, expected))
+        ours, theirs = ([line.strip() for line in text.split("\n")] for text in (printed, expected))
         return "\n".join(ours).strip() == "\n".join(theirs).strip()
     ours, theirs = printed.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))

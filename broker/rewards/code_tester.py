@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 pathlib is slow to import
 _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
-_MOST_BYTES = 1 << 20  # of one reply
-_LOAD_S = 60.0  # to start Python, besides a test's time
+_MOST_BYTES = 1 << 20  # size of one reply
+_LOAD_S = 60.0  # time to start Python, besides a test's time
 _POLL_S = 0.05
 _WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
-_DISK_SHARE = 0.5  # of a test's time: an answer may wait for a disk as long as that besides
+_DISK_SHARE = 0.5  # share of a test's time, granted besides for waits for a disk
 _MOST_PROCESSES = 64  # processes of an answer
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -70,7 +70,7 @@ def encode(value: Any, keep: dict[int, Any] | None = None) -> Any:  # noqa: ANN4
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
     for kind in (int, float, str):
-        if isinstance(value, kind):  # of a class of the answer's
+        if isinstance(value, kind):  # an instance of the answer's own class
             return kind(value)
     if isinstance(value, RemoteValue):
         return ["kept", value._number]
@@ -201,7 +201,7 @@ class AnswerProcess:
         ticks, states, pids = 0, set(), [self._pid]
         for pid in pids:
             try:
-                # Of children that are gone, too.
+                # Ended children are included.
                 ticks += sum(map(int, stat_of(f"/proc/{pid}/stat")[11:15]))
                 folder = f"/proc/{pid}/task"
                 for task in os.listdir(folder):  # noqa: PTH208 pathlib is slow to import
@@ -289,7 +289,7 @@ class RemoteValue:
 def known_exception(name: str, text: str) -> Exception:
     """Return a built-in exception by its name, or an AnswerError."""
     kind = getattr(builtins, name, None)
-    ours = (AssertionError, StopIteration, StopAsyncIteration)  # which mean something to a test
+    ours = (AssertionError, StopIteration, StopAsyncIteration)  # have a meaning to a test
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ours):
         try:
             return kind(text)
@@ -389,10 +389,10 @@ def has_test(text: str) -> bool:
         SyntaxError: it is no Python.
     """
     statements = ast.parse(text).body
-    if not statements or any(isinstance(one, ast.Assert) for one in statements):
+    if not statements or any(isinstance(statement, ast.Assert) for statement in statements):
         return bool(statements)
     last = statements[-1]
-    calls = any(isinstance(one, ast.Call) for one in ast.walk(last))
+    calls = any(isinstance(node, ast.Call) for node in ast.walk(last))
     return calls and isinstance(last, ast.Expr | ast.For | ast.While | ast.With | ast.Try | ast.If)
 
 

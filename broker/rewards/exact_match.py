@@ -13,9 +13,9 @@ def read_texts(prompt: Prompt) -> list[str]:
     """
     truth = truth_of(prompt)
     truths = truth if isinstance(truth, list | tuple) else [truth]
-    if not truths or any(one is None or not str(one).strip() for one in truths):
+    if not truths or any(value is None or not str(value).strip() for value in truths):
         raise ValueError(f"ground_truth holds no text to compare with: {truth!r:.200}")
-    texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in truths)
+    texts = (t if isinstance(t, str) else json.dumps(t, ensure_ascii=False) for t in truths)
     return [text.strip() for text in texts]
 
 

@@ -29,12 +29,8 @@ _QUOTE = re.compile(r"[ \t]*> ?")
 _PYTHON = ("python", "python3", "py")
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.Lambda,
-    *_COMPREHENSIONS,
-)  # of their own names
+# Nodes with names of their own.
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *_COMPREHENSIONS)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _READS_INPUT = frozenset({"input", "stdin", "open", "fileinput"})
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__", "__file__"}

@@ -78,11 +78,11 @@ def read_truths(prompt: Prompt) -> list[list[Any]]:
     """
     truth = truth_of(prompt)
     given = truth if isinstance(truth, list | tuple) else [truth]
-    if not all(isinstance(one, str | int | float) and one == one for one in given):  # NaN is none
+    if not all(isinstance(t, str | int | float) and t == t for t in given):  # not NaN
         raise ValueError(f"ground_truth holds what is neither text nor a number: {truth!r:.200}")
     try:
         with _time_limit(_TRUTH_S):
-            truths = [_truth_readings(_written_out(one)) for one in given]
+            truths = [_truth_readings(_written_out(value)) for value in given]
     except (_TooLong, RecursionError) as error:
         raise ValueError(f"ground_truth cannot be evaluated: {truth!r:.200}") from error
     if not truths or not all(truths):
@@ -165,7 +165,7 @@ def _marked_value(marked: str) -> list[Any]:
     """Return marked mathematics as math-verify reads it, with or without delimiters."""
     boxed = marked if _DELIMITED.search(marked) else f"\\boxed{{{marked}}}"
     found = _parse(boxed)
-    if all(isinstance(one, str) for one in found):  # no value, as of 72. with its full stop
+    if all(isinstance(value, str) for value in found):  # no value, as of 72. with its full stop
         found = _parse(marked) or found
     return found
 
@@ -219,7 +219,9 @@ def _truth_readings(text: str) -> list[list[Any]]:
     """Return what a truth may mean, without a reading that does not even equal itself."""
     form = normal_form(marked_answer(text) or text)
     found = [] if is_too_big(form) else _readings(form)
-    return [one for one in found if math_verify.verify(one, one, timeout_seconds=None)]
+    return [
+        reading for reading in found if math_verify.verify(reading, reading, timeout_seconds=None)
+    ]
 
 
 def _parse(text: str) -> list[Any]:

@@ -31,7 +31,7 @@ from slipstream.wire.messages.trajectory import (
     Transcript,
 )
 
-# Where Python's own modules, installed packages and this one are.
+# Folders of Python's own modules, of installed packages and of this one.
 _NOT_OWN = tuple(
     f"{folder}{os.sep}"
     for folder in (
@@ -39,7 +39,7 @@ _NOT_OWN = tuple(
         Path(__file__).parents[2],
     )
 )
-_TURN_REWARDS = "turn_rewards"  # of a mapping that a function returns
+_TURN_REWARDS = "turn_rewards"  # key in a mapping that a function returns
 Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
 
 
@@ -51,7 +51,7 @@ class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a reward function; name and version are part of every score."""
 
     name: Text  # MODULE:NAME or FILE.py:NAME
-    version: Text  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
+    version: Text  # declared, else 12 hexadecimal digits of the SHA-256 of its file
     takes: Takes = "answer"
 
 
@@ -75,7 +75,7 @@ def outcome_of(result: object, num_turns: int = 1) -> RewardOutcome:
     turn_rewards: list[float] = []
     if _TURN_REWARDS in parts:
         given = _listed(parts[_TURN_REWARDS], num_turns + 1)
-        turn_rewards = [number for one in given or () if (number := finite(one)) is not None]
+        turn_rewards = [number for value in given or () if (number := finite(value)) is not None]
         if given is None or len(turn_rewards) < len(given):
             shown = _shown(parts[_TURN_REWARDS])
             return unavailable(f"invalid: {_TURN_REWARDS} is {shown}, expected a list of numbers")
@@ -84,8 +84,8 @@ def outcome_of(result: object, num_turns: int = 1) -> RewardOutcome:
             return unavailable(
                 f"invalid: {_TURN_REWARDS} has {count} numbers, the answer {num_turns} turns"
             )
-        for number, one in enumerate(turn_rewards, start=1):
-            if why := why_no_reward(one, f"the reward of turn {number}"):
+        for number, turn_reward in enumerate(turn_rewards, start=1):
+            if why := why_no_reward(turn_reward, f"the reward of turn {number}"):
                 return unavailable(f"invalid: {why}")
     score = sum(turn_rewards) if turn_rewards and "score" not in parts else parts.get("score")
     reward = finite(score if isinstance(result, Mapping) else result)

@@ -37,7 +37,7 @@ _FUNCTIONS = frozenset(
 )
 _GROWING = frozenset({"cosh", "exp", "sinh"})
 _MOST_EXPONENT_BITS = 7
-_MOST_BITS = 4096  # of a number
+_MOST_BITS = 4096  # size of a number
 
 
 def read_entry(prompt: Prompt) -> tuple[str, dict[str, Json], Verifier]:

@@ -104,9 +104,9 @@ class Weighted:
     def reader(cls, *, parts: Mapping[str, Mapping[str, Json]], **_: Json) -> Reader:
         """Return what reads a row for all parts."""
         readers = []
-        for name, given in parts.items():
+        for name, part in parts.items():
             setting = f"{_SETTING}.{name}"
-            table = _table(given, setting)
+            table = _table(part, setting)
             readers.append(load_reader(table.function, table.options, setting=setting))
         return lambda prompt: [read(prompt) for read in readers if read is not None]
 

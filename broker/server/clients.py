@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 ClientRequest: TypeAlias = Heartbeat | Goodbye
 
-_COME_BACK_S = 5.0  # that clients of the broker before have to come back under their names
+_COME_BACK_S = 5.0  # time for clients of the previous broker to return under their names
 _KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
 
 
@@ -63,7 +63,7 @@ class Clients:
         if self._now() - self._began_s > _COME_BACK_S:
             return False
         known = {*self._leases.holders, self._ledger.book.state.learner}
-        return any(name_of(one) == name and one != holder for one in known)
+        return any(name_of(other) == name and other != holder for other in known)
 
     def handle(self, session: ClientSession, request: ClientRequest) -> BrokerReply:
         """Carry out a request."""
@@ -164,4 +164,6 @@ class Clients:
         """Names of the generators' keys, by public key."""
         if self._keys is None:
             return {}
-        return {one.public: one.name for one in self._keys.holders if one.role == "generator"}
+        return {
+            owner.public: owner.name for owner in self._keys.holders if owner.role == "generator"
+        }

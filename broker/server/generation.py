@@ -28,8 +28,8 @@ from slipstream.wire.messages.codec import Frame, decode_text, decode_texts, enc
 from slipstream.wire.messages.trajectory import TrajectoryHeader, transcript_of
 
 _log = logging.getLogger(__name__)
-MAX_TEXT_BYTES = 1_024  # of a token, several times the longest one of any tokenizer
-_HEAD_BYTES = 1_024  # of msgpack around arrays and texts
+MAX_TEXT_BYTES = 1_024  # text of a token, several times the longest one of any tokenizer
+_HEAD_BYTES = 1_024  # overhead of msgpack around arrays and texts
 
 GenerationRequest: TypeAlias = SubmitTrajectory | RejectPrompt | ReleaseLease
 

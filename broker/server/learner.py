@@ -190,7 +190,7 @@ class LearnerHandler:
         found = [one for key in request.keys if (one := self._frames.get(key))]
         if len(found) < len(request.keys):
             return Later(self._load(request))
-        return BrokerReply(Payloads(num_frames=len(found)), [one.payload for one in found])
+        return BrokerReply(Payloads(num_frames=len(found)), [stored.payload for stored in found])
 
     async def _load(self, request: FetchPayloads) -> BrokerReply:
         found = await self._frames.load(request.keys)

@@ -8,7 +8,7 @@ from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.token_bucket import TokenBucket
 
 P = TypeVar("P")
-MAX_FRAMES = 8  # of one message, the request id, the session and the body among them
+MAX_FRAMES = 8  # frames of one message, with the request id, the session and the body
 _MAX_STRANGERS = 4_096  # clients that are remembered; the quietest is forgotten first
 _SMALL_BYTES = 16 * 1024 * 1024
 _TINY_BYTES = 64 * 1024

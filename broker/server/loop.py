@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 _GROUPS, _SCORING, _BATCHES = range(3)  # kinds of waiting requests, in the order of their grants
-_SHARE = 1 / 4  # of descriptors: for either socket
+_SHARE = 1 / 4  # share of the descriptors for either socket
 MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
 _MAX_ID_BYTES = 64
@@ -117,7 +117,7 @@ class BrokerServer:
         self._now = now
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
-        self.num_ticks = 0  # of the loop, about one a second while it turns
+        self.num_ticks = 0  # turns of the loop, about one a second
         self.pending = pending
         self.frames, self.report = outbox.frames, outbox.report
         self.telemetry = self.report.telemetry

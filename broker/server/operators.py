@@ -32,7 +32,7 @@ from slipstream.wire.messages.broker import (
 )
 
 _MAX_LETTERS = 100  # dead letters in one answer
-_MAX_ITEMS = 1_000  # of the ledger, named in one answer
+_MAX_ITEMS = 1_000  # items of the ledger in one answer
 
 Request: TypeAlias = (
     RoleReport
@@ -80,8 +80,8 @@ class OperatorHandler:
                 return BrokerReply(LedgerAnswer(view=view))
             case GetDeadLetters(after=after, limit=limit):
                 state = self._ledger.book.state
-                letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
-                found = [one for one in letters if one.group_id > after]
+                letters = sorted(state.dead_letters.values(), key=lambda letter: letter.group_id)
+                found = [letter for letter in letters if letter.group_id > after]
                 answer = DeadLetters(
                     letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
                     total=len(letters),

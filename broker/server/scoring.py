@@ -62,7 +62,7 @@ class ScoringHandler:
         if group.item == "eval" and group.state == "ready":
             keys = [(group.group_id, sibling) for sibling in range(group.size)]
             kept = {key[1]: self._frames.get(key) for key in keys}
-            self._records.eval_answers(group, {i: one for i, one in kept.items() if one})
+            self._records.eval_answers(group, {i: stored for i, stored in kept.items() if stored})
         function = log_text(score.function)
         if score.sibling in group.scores:
             self._trouble.scored(function)

@@ -13,9 +13,9 @@ from slipstream.wire.errors import ForbiddenError, NameTakenError, RefusedError,
 from slipstream.wire.messages.broker import MANY, WIRE_REVISION, Hello, Role
 
 MAX_READERS = 64  # observers and operators; they leave without a word
-MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
+MAX_CLIENTS = 10_000  # clients with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
-_COMES_BACK_S = 3.0  # whose connection was lost, before another process gets its name
+_COMES_BACK_S = 3.0  # time until the name of a lost connection is free
 _SESSION_BYTES = 16
 
 
@@ -70,7 +70,9 @@ class Sessions:
         self._key_of = key_of
         self._by_token: dict[bytes, ClientSession] = {}
         self._by_peer: dict[Peer, ClientSession] = {}
-        self._by_name: dict[str, dict[str, ClientSession]] = {}  # by key, in the order of hello
+        self._by_name: dict[
+            str, dict[str, ClientSession]
+        ] = {}  # sessions by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._num_of: Counter[Role] = Counter()
         self._leaving: set[bytes] = set()  # tokens of those that said goodbye
@@ -164,7 +166,7 @@ class Sessions:
 
     def end(self, key: str) -> list[ClientSession]:
         """Forget all connections with a key; return their sessions."""
-        ended = [one for one in self._by_token.values() if one.peer.key == key]
+        ended = [session for session in self._by_token.values() if session.peer.key == key]
         for session in ended:
             self._forget(session)
         self._by_name.pop(key, None)

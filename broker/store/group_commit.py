@@ -81,7 +81,7 @@ class GroupCommitter:
             for waiter in self._waiters:
                 if waiter.done():
                     continue
-                if isinstance(error, asyncio.CancelledError):  # as this loop was
+                if isinstance(error, asyncio.CancelledError):  # this loop was cancelled
                     waiter.cancel()
                 else:
                     waiter.set_exception(error)

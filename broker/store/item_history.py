@@ -65,7 +65,7 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
     segments = segments_in(folder)
     for place in range(len(segments) - 1, -1, -1):
         events = (decode_event(data) for _, _, data in read_segments([segments[place]]))
-        issued = (one.group_id for one in events if isinstance(one, Issued | Requeued))
+        issued = (event.group_id for event in events if isinstance(event, Issued | Requeued))
         first = next(issued, None)
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
@@ -193,7 +193,7 @@ class _Follower:
         return [group_id for group_id, bound in self._bound.items() if bound == step]
 
     def _begin(self, at_s: float, event: Issued | Requeued, position: int, what: str) -> None:
-        others = [one.group_id for one in self._items.values() if one.position == position]
+        others = [item.group_id for item in self._items.values() if item.position == position]
         item = ItemTrace(
             group_id=event.group_id,
             position=position,

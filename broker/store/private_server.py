@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0  # without a sign of life, as the next one
 _STOP_TIMEOUT_S = 10.0
 _STOP_POLL_S = 0.02
-_ANSWER_S = 5.0  # of a server that may be starved of CPU; the death of one ends the wait
-_LOCK_TIMEOUT_S = 5.0  # for a server that has a broker
-_DYING_S = 60.0  # for one whose broker was killed just now: the kernel is about to end it
+_ANSWER_S = 5.0  # the server may be starved of CPU; its death ends the wait
+_LOCK_TIMEOUT_S = 5.0  # wait for a server that has a broker
+_DYING_S = 60.0  # wait for a server whose broker was just killed: the kernel will end it
 _POLL_S = 0.1
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
@@ -218,7 +218,7 @@ class RedisServer:
                 pass_fds=(lock,),
                 umask=0o077,
             )
-            with suppress(OSError):  # for a message only, and the disk may be full
+            with suppress(OSError):  # used in a message only, and the disk may be full
                 os.pwrite(lock, f"{self.process.pid:>10} {os.getpid():>10}\n".encode(), 0)
         if self.process.stdin is not None:
             with suppress(BrokenPipeError), self.process.stdin as stdin:

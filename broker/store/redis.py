@@ -85,7 +85,7 @@ class RedisStore:
         self._outage_s = outage_s
         self._socket_timeout_s = socket_timeout_s
         self._outages: Counter[str] = Counter()
-        self._shows_life = True  # as far as is known
+        self._shows_life = True  # until a sign of life is missing
         self._watched = (self._name("generation"), self._name("commits"))
         self._writing = asyncio.Lock()
         self._connection: AbstractConnection | None = None

@@ -34,14 +34,14 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     format_revision: int
     run_name: str
-    run_id: str = ""  # as in the run folder's identity.json; empty without a broker
+    run_id: str = ""  # id in the run folder's identity.json; empty without a broker
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
     model: str  # absolute path, URL or hub's name of the folder with config and tokenizer
-    content: str = ""  # of that URL or name, as in run.contents
-    architecture: dict[str, int | float | bool | str]  # that decides the shape of the model
+    content: str = ""  # hash in run.contents of that URL or name
+    architecture: dict[str, int | float | bool | str]  # settings that decide the shape of the model
     parameters: str  # hash of all names and whole shapes
-    dtype: str  # of the parameters
+    dtype: str  # dtype of the parameters
     ranks: int
     tensor_parallel: int
     parallel: dict[str, int] = {}  # the other parallel sizes, those above 1
@@ -51,7 +51,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvalPoint | None = None
     has_critic: bool = False
     has_reference: bool = False  # one that was renewed
-    has_digests: bool = False  # of its files, in digests.json
+    has_digests: bool = False  # digests of its files are in digests.json
     has_divided_optimizer: bool = False  # learner.distributed_optimizer: it has another form
     adapters: AdapterFacts | None = None  # it holds these alone, and none of the model's weights
 
@@ -65,7 +65,7 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Content of best.json: the existing checkpoint with the best evaluation."""
 
     checkpoint: str  # name of its folder
-    metric: str  # as eval.metric
+    metric: str  # eval.metric of the run
     value: float
     oldest_version: str = ""  # label of the oldest and of the newest version that answered
     newest_version: str = ""
@@ -75,7 +75,7 @@ class UploadState(msgspec.Struct, frozen=True, kw_only=True):
     """Content of upload.json: what remote storage has of the run's checkpoints."""
 
     url: str
-    step: int = 0  # of the newest checkpoint there that this learner has seen
+    step: int = 0  # newest checkpoint there, as far as this learner knows
     num_failed: int = 0
     error: str = ""  # why the newest is not there; empty once it is
 

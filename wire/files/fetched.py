@@ -49,7 +49,7 @@ class Fetch:
     """What to have a copy of."""
 
     url: str  # or the name of a model of the hub
-    setting: str  # that names it, for errors
+    setting: str  # name of the setting, for errors
     cache: Path  # folder of all copies
     expected: str = ""  # hash that it must have, or commit; empty takes what is there
 
@@ -223,13 +223,14 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
         with _locked(copy):
             if not copy.is_dir():
                 with replacing_folder(copy) as unfinished:
-                    small = [one for one in files if not one.name.endswith(_WEIGHTS)]
+                    small = [file for file in files if not file.name.endswith(_WEIGHTS)]
                     _download(folder, small, unfinished)
                     if is_model and with_weights:
-                        all_names = [one.name for one in folder.files()]
+                        all_names = [file.name for file in folder.files()]
                         index = unfinished / WEIGHTS_INDEX
                         names = weight_names(all_names, index, fetch.url, fetch.setting)
-                        _download(folder, [one for one in files if one.name in names], unfinished)
+                        weights = [file for file in files if file.name in names]
+                        _download(folder, weights, unfinished)
                     if is_model:
                         refuse_pointers(unfinished, fetch.url, fetch.setting)
                     if _listed(folder, is_model=is_model) != files:
@@ -244,9 +245,9 @@ def _place(fetch: Fetch, content: str, *, with_weights: bool) -> Path:
 def _listed(folder: RemoteFolder, *, is_model: bool) -> list[RemoteFile]:
     files = folder.files()
     if is_model:
-        refuse_no_config({one.name for one in files}, folder.url, folder.setting)
-        files = [one for one in files if _is_of_model(PurePosixPath(one.name))]
-    elif [one.name for one in files] != [""]:
+        refuse_no_config({file.name for file in files}, folder.url, folder.setting)
+        files = [file for file in files if _is_of_model(PurePosixPath(file.name))]
+    elif [file.name for file in files] != [""]:
         raise ConfigError(f"{folder.url} is no file ({folder.setting})")
     return files
 
@@ -257,18 +258,18 @@ def _is_of_model(path: PurePosixPath) -> bool:
 
 
 def _hash(folder: RemoteFolder, files: Sequence[RemoteFile]) -> str:
-    facts = msgspec.json.encode([folder.url, *((one.name, one.size, one.content) for one in files)])
-    return hashlib.blake2b(facts, digest_size=_HASH_BYTES).hexdigest()
+    facts = [folder.url, *((file.name, file.size, file.content) for file in files)]
+    return hashlib.blake2b(msgspec.json.encode(facts), digest_size=_HASH_BYTES).hexdigest()
 
 
 def _download(folder: RemoteFolder, files: Sequence[RemoteFile], target: Path) -> None:
-    paths = {one.name: target / (one.name or PurePosixPath(folder.url).name) for one in files}
-    folder.fetch(paths, total=sum(one.size for one in files))
-    for one in files:
-        size = paths[one.name].stat().st_size
-        if size != one.size:
+    paths = {file.name: target / (file.name or PurePosixPath(folder.url).name) for file in files}
+    folder.fetch(paths, total=sum(file.size for file in files))
+    for file in files:
+        size = paths[file.name].stat().st_size
+        if size != file.size:
             raise StorageError(
-                f"{folder.url}/{one.name} came with {size} bytes, expected {one.size}"
+                f"{folder.url}/{file.name} came with {size} bytes, expected {file.size}"
             )
 
 

@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 _PROGRESS_S = 10.0
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _AUTHORITY = re.compile(r"[^@:]*(:[0-9]+)?")  # a bucket, or a host with a port
-_CHECKSUMS = ("ETag", "md5Hash", "etag", "checksum")  # as drivers name them
+_CHECKSUMS = ("ETag", "md5Hash", "etag", "checksum")  # names used by drivers
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk of this host, not the store
-_SHOWN_CHARACTERS = 300  # of a driver's error
+_SHOWN_CHARACTERS = 300  # length of a driver's error
 
 
 class StorageError(SlipstreamError):

@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"checkpoint format {self.info.format_revision}")
         if not self.objects:
             raise ValueError("it names no file")
-        for name in [one.name for one in self.objects]:
+        for name in [item.name for item in self.objects]:
             if PurePath(name).name != name or name in {"", "..", INFO_FILE} or "\0" in name:
                 raise ValueError(f"it names {name!r:.200}, which is no file of a checkpoint")
 
@@ -87,7 +87,7 @@ class RemoteCheckpoints:
         Raises:
             StorageError: they cannot be listed or read.
         """
-        sizes = {one.name: one.size for one in self._remote.files()}
+        sizes = {file.name: file.size for file in self._remote.files()}
         found = []
         for name in sizes:
             folder, _, file = name.rpartition("/")
@@ -97,7 +97,7 @@ class RemoteCheckpoints:
                 found.append(self._read(folder, sizes))
             except (ValueError, *UNREADABLE) as error:
                 _log.error("%s/%s is passed over: %s", self.url, folder, error)
-        return sorted(found, key=lambda one: one.version)
+        return sorted(found, key=lambda manifest: manifest.version)
 
     def _read(self, folder: str, sizes: Mapping[str, int]) -> Manifest:
         name = f"{folder}/{MANIFEST}"
@@ -106,10 +106,10 @@ class RemoteCheckpoints:
         manifest = msgspec.json.decode(self._remote.read(name), type=Manifest)
         if folder != manifest.folder:
             raise ValueError(f"{MANIFEST} is that of {manifest.folder}")
-        for one in manifest.objects:
-            size = sizes.get(f"{folder}/{one.name}")
-            if size != one.size:
-                raise ValueError(f"{one.name} has {size} bytes, expected {one.size}")
+        for item in manifest.objects:
+            size = sizes.get(f"{folder}/{item.name}")
+            if size != item.size:
+                raise ValueError(f"{item.name} has {size} bytes, expected {item.size}")
         return manifest
 
     def upload(self, checkpoint: Path, info: CheckpointInfo, known: Manifest | None) -> Manifest:
@@ -139,12 +139,11 @@ class RemoteCheckpoints:
             manifest = Manifest(info=info, objects=tuple(map(_described, files)))
             for path in files:
                 self._remote.put(path, f"{manifest.folder}/{path.name}")
-        sizes = {one.name: one.size for one in self._remote.files()}
-        for one in manifest.objects:
-            if (size := sizes.get(f"{manifest.folder}/{one.name}")) != one.size:
-                raise StorageError(
-                    f"{self.url}/{manifest.folder}/{one.name} has {size} bytes, expected {one.size}"
-                )
+        sizes = {file.name: file.size for file in self._remote.files()}
+        for item in manifest.objects:
+            if (size := sizes.get(f"{manifest.folder}/{item.name}")) != item.size:
+                where = f"{self.url}/{manifest.folder}/{item.name}"
+                raise StorageError(f"{where} has {size} bytes, expected {item.size}")
         self._write(manifest)
         return manifest
 
@@ -158,7 +157,7 @@ class RemoteCheckpoints:
         Raises:
             StorageError: a part of it is still there.
         """
-        for name in (MANIFEST, *(one.name for one in manifest.objects)):
+        for name in (MANIFEST, *(item.name for item in manifest.objects)):
             self._remote.remove(f"{manifest.folder}/{name}")
 
     def fetch(self, manifest: Manifest, checkpoints: Path) -> Path:
@@ -172,15 +171,15 @@ class RemoteCheckpoints:
         """
         final = checkpoints / checkpoint_name(manifest.info.step)
         with replacing_folder(final) as unfinished:
-            names = [one.name for one in manifest.objects]
+            names = [item.name for item in manifest.objects]
             self._remote.fetch(
                 {f"{manifest.folder}/{name}": unfinished / name for name in names},
-                total=sum(one.size for one in manifest.objects),
+                total=sum(item.size for item in manifest.objects),
             )
-            for one in manifest.objects:
-                if _described(unfinished / one.name) != one:
+            for item in manifest.objects:
+                if _described(unfinished / item.name) != item:
                     raise StorageError(
-                        f"{self.url}/{manifest.folder}/{one.name} is not as it was uploaded"
+                        f"{self.url}/{manifest.folder}/{item.name} is not as it was uploaded"
                     )
             (unfinished / INFO_FILE).write_bytes(encode_info(manifest.info))
         return final
@@ -209,11 +208,12 @@ def refuse_other_run(known: list[Manifest], run_id: str, url: str) -> None:
     Raises:
         ConfigError: naming that run.
     """
-    for one in known:
-        if one.info.run_id != run_id:
+    for manifest in known:
+        if manifest.info.run_id != run_id:
             raise ConfigError(
                 f"{url} (checkpoint.upload) holds checkpoints of another run, "
-                f"{one.info.run_name!r}: resume that one with --resume auto, or choose another URL"
+                f"{manifest.info.run_name!r}: resume that one with --resume auto, or choose "
+                "another URL"
             )
 
 

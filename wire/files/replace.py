@@ -32,7 +32,7 @@ def replacing_file(path: Path, *, durable: bool = True, mode: int = 0o666) -> It
         mode: of the file, before the umask.
     """
     unfinished = _beside(path, _UNFINISHED)
-    unfinished.unlink(missing_ok=True)  # of a writer that was killed
+    unfinished.unlink(missing_ok=True)  # left by a writer that was killed
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -58,7 +58,7 @@ def replacing_folder(folder: Path, *, durable: bool = True, mode: int = 0o777) -
         mode: of the folder, before the umask.
     """
     unfinished = _beside(folder, _UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a writer that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a writer that was killed
     unfinished.mkdir(parents=True, mode=mode)
     try:
         yield unfinished

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 
-IDENTITY = Path("identity.json")  # which run this is; ids and epochs that were given out
-NUM_EVENTS = Path("num_events")  # that the store acknowledged, in all lives of the run
+IDENTITY = Path("identity.json")  # identity of the run; ids and epochs given out
+NUM_EVENTS = Path("num_events")  # events that the store acknowledged, in all lives of the run
 BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
@@ -17,10 +17,10 @@ METRICS = Path("metrics.jsonl")  # figures, a line per learner step and per eval
 TRAIL = Path("ledger")  # events of every item
 PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page
 PAGE_TOKEN = Path("dashboard") / "token"  # admits to the page; survives restarts of the broker
-PAGE_PORT = Path("dashboard") / "port"  # of the page, chosen by the system
-PAGE_ADDRESS = Path("dashboard.url")  # of the page, while a broker serves it
+PAGE_PORT = Path("dashboard") / "port"  # port of the page, chosen by the system
+PAGE_ADDRESS = Path("dashboard.url")  # address of the page, while a broker serves it
 DEAD_LETTERS = TRAIL / "dead_letters.json"  # those there are, replaced at each change
-ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
+ACCOUNT = TRAIL / "account.json"  # account of all items at the newest learner step
 
 
 def answers_file(run_folder: Path, step: int) -> Path:

@@ -9,14 +9,14 @@ import msgspec
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.unreadable import UNREADABLE
 
-MOST_GENERATORS = 10_000  # as in generators.count
+MOST_GENERATORS = 10_000  # limit of generators.count
 _REQUEST, _ANSWER = "scale.json", "scaled.json"
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked for."""
 
-    id: str  # that the answer repeats
+    id: str  # id, repeated in the answer
     generators: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATORS)]
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import msgspec
 
-_MOST_TOOLS = 16  # of one turn that are named
+_MOST_TOOLS = 16  # named tools of one turn
 _MOST_COMPARED = 64  # branches before one with which it may have tokens in common
 _CALLS = re.compile(
     r'(?:<tool_call>|\[TOOL_CALLS\]\s*\[?|<\|python_tag\|>)\s*\{\s*"name"\s*:\s*"([^"\n]{1,100})"'
@@ -28,7 +28,7 @@ class TrajectoryPart(msgspec.Struct, frozen=True, kw_only=True):
     end: int  # index after the last one
     turn: int = 0  # its number, from 1; 0 is context
     branch: int = 0  # number of the branch that begins here, from 2; 0: none does
-    num_shared: int = 0  # of its first tokens, how many an earlier branch begins with
+    num_shared: int = 0  # number of first tokens shared with an earlier branch
     shared_with: int = 0  # the number of that branch
 
 

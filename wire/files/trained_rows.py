@@ -38,7 +38,7 @@ def keep_newest_rows(path: Path, max_bytes: int) -> None:
         begin = max(0, path.stat().st_size - max_bytes)
         if begin:
             rows.seek(begin - 1)
-            rows.readline()  # to the start of a row
+            rows.readline()  # skips to the start of a row
         shutil.copyfileobj(rows, kept)
 
 

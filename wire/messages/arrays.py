@@ -9,7 +9,7 @@ from slipstream.wire.messages.bounds import Count, Several
 
 DType = Literal["int32", "float32", "bool", "uint8", "uint16"]
 _ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1, "uint8": 1, "uint16": 2}
-_MAX_SIZE = 2**31 - 1  # of an axis
+_MAX_SIZE = 2**31 - 1  # size of an axis
 COUNTS: tuple[DType, ...] = ("uint8", "uint16", "int32")  # types of numbers from 0, narrowest first
 
 

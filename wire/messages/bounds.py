@@ -15,8 +15,8 @@ from msgspec import Meta
 _Item = TypeVar("_Item")
 MOST = 2**53  # beyond that a number of JSON is rounded
 MAX_REWARD = 1e15
-MOST_ITEMS = 1 << 20  # of one collection
-MOST_CHARACTERS = 1 << 16  # of a reason
+MOST_ITEMS = 1 << 20  # items of one collection
+MOST_CHARACTERS = 1 << 16  # characters of a reason
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MOST)]
 """A number of things, an id, a place or a step."""

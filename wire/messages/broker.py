@@ -34,7 +34,7 @@ WIRE_REVISION = 9
 Role = Literal[
     "generator", "learner", "learner_part", "relay", "reward_worker", "observer", "operator"
 ]
-MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
+MANY: tuple[Role, ...] = ("generator", "reward_worker")  # roles with any number of processes
 RefusalCode = Literal[
     "",
     "hello_first",  # this broker does not know the connection: send Hello, then the request again
@@ -63,7 +63,7 @@ class Hello(Message, frozen=True):
     wire_revision: Count = WIRE_REVISION
     packages: ByName[Text] = {}  # versions worth recording, by package
     tokenizer: Name = ""  # hash of the tokenizer that this role uses; empty uses none
-    run_id: Name = ""  # that it was welcome to before
+    run_id: Name = ""  # run that it was welcome to before
 
 
 class Welcome(Message, frozen=True):
@@ -74,7 +74,7 @@ class Welcome(Message, frozen=True):
     session: Annotated[bytes, msgspec.Meta(max_length=64)]
     learner_step: Count
     heartbeat_s: Figure  # send a heartbeat at least this often
-    run_id: Name = ""  # as in the run folder's identity.json
+    run_id: Name = ""  # id in the run folder's identity.json
 
 
 class RoleReport(Message, frozen=True):
@@ -131,7 +131,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_id: Count
     lease_id: Number
     item: ItemKind
-    position: Count  # of the prompt in its source; with the sibling it decides the seed
+    position: Count  # position of the prompt in its source; decides the seed, with the sibling
     prompt: Prompt
     siblings: Several[Count]
 
@@ -171,7 +171,7 @@ class SubmitTrajectory(Message, frozen=True):
     """
 
     header: TrajectoryHeader
-    score: Score | None = None  # where the generator has scored it
+    score: Score | None = None  # set if the generator has scored it
 
 
 class ReleaseLease(Message, frozen=True):
@@ -275,9 +275,9 @@ class TakeOver(Message, frozen=True):
     """
 
     step: Count
-    checkpoint: Text = ""  # that it resumes from, for the record
+    checkpoint: Text = ""  # checkpoint to resume from, for the record
     held: PolicyVersion | None = None  # version of that; None: the run's first weights
-    run_id: Name = ""  # of that, from its checkpoint.json
+    run_id: Name = ""  # run of the checkpoint, from its checkpoint.json
 
 
 class TookOver(Message, frozen=True):
@@ -292,7 +292,7 @@ class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     header: TrajectoryHeader
     reward: Figure
     parts: ByName[Figure] = {}  # named parts of the reward
-    turn_rewards: Several[Figure] = ()  # of each chosen turn of the header; none: not known
+    turn_rewards: Several[Figure] = ()  # reward of each chosen turn of the header; empty if unknown
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,7 +356,7 @@ class RejectBatch(Message, frozen=True):
 
     version: PolicyVersion  # the learner's own
     step: Count
-    reason: Literal["nonfinite", "invalid"]  # of the loss or gradient; of a payload
+    reason: Literal["nonfinite", "invalid"]  # a nonfinite loss or gradient; an invalid payload
     groups: Several[Count]
     detail: Text
 
@@ -380,7 +380,7 @@ class StepCommitted(Message, frozen=True):
     """The commit is durable. Evaluations decide which checkpoint is the best."""
 
     evaluations: Several[EvalPoint]
-    last_step: Count  # as in BatchNotReady
+    last_step: Count  # the same as in BatchNotReady
 
 
 class GetLedgerSnapshot(Message, frozen=True):
@@ -412,7 +412,7 @@ class RelayReport(Message, frozen=True):
     """Version of each engine and the relay's address; sent twice a second."""
 
     members: Listed[MemberState]
-    door: RelayAddress | None = None  # for generators on other hosts
+    door: RelayAddress | None = None  # address for generators on other hosts
 
 
 class RelayHeard(Message, frozen=True):

@@ -21,8 +21,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     sibling: Number = -1  # -1 is all that were missing
     by: Name = ""  # name of the worker
     reason: Text = ""
-    function: Text = ""  # that was to score it
-    version: Text = ""  # of the function
+    function: Text = ""  # reward function
+    version: Text = ""  # version of the function
     excerpt: Text = ""  # the beginning of the answer
 
 
@@ -31,7 +31,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: Count
     item: ItemKind
-    position: Count  # of the prompt in its source
+    position: Count  # position of the prompt in its source
     prompt: Prompt
     reason: DeadReason
     step: Count  # learner steps completed when it was dropped

@@ -11,7 +11,7 @@ class ItemView(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: Count
     item: Name  # train or eval
-    position: Count  # of the prompt in its source
+    position: Count  # position of the prompt in its source
     prompt: Name  # its beginning
     state: Name
     age_s: Figure | None  # since it was issued; None if that was before the broker's last start
@@ -39,16 +39,16 @@ class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run_name: Name
-    version: PolicyVersion  # of the learner
+    version: PolicyVersion  # version of the learner
     last_step: Count
     finished: bool
     stop_reason: Text
     group_size: Count
     issued: Count
     trained: Count  # in the present lineage, sealed or not
-    sealed: Count  # of trained: a durable checkpoint holds their step
-    dropped: ByName[Count]  # by reason
-    in_flight: ByName[Count]  # by state
+    sealed: Count  # part of trained: a durable checkpoint holds their step
+    dropped: ByName[Count]  # groups by reason
+    in_flight: ByName[Count]  # groups by state
     unaccounted: Number
     trajectories: ByName[Count]  # the same equation, flat
     prompts_taken: Count  # position of the next prompt in its source

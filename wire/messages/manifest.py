@@ -18,7 +18,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: Name
     dtype: Name  # torch's name without prefix, e.g. float32
     shape: Several[Count]
-    digest: Name = ""  # of its bytes, as weightbus/version/digests.py has it
+    digest: Name = ""  # digest of its bytes (weightbus/version/digests.py)
 
     @property
     def num_bytes(self) -> int:

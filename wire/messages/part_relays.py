@@ -27,12 +27,12 @@ class PartState(PartMessage, frozen=True):
     """A part and the versions that are whole there; its heartbeat, and sent when one is."""
 
     part: PartNumber
-    epoch: Count  # of the learner that writes there
+    epoch: Count  # epoch of the learner that writes there
     incarnation: Name  # differs after each restart of the part relay
-    door: BulkDoor  # where its buckets are fetched
+    door: BulkDoor  # address of its buckets
     whole: Several[PolicyVersion]
-    keys_digest: Name = ""  # as in PartHeard, of the keys that it admits; empty before the first
-    held: Several[PolicyVersion] = ()  # for the head that it heard last
+    keys_digest: Name = ""  # digest of its admitted keys; empty before the first PartHeard
+    held: Several[PolicyVersion] = ()  # versions held for the head that it heard last
 
 
 class PartHeld(PartMessage, frozen=True):
@@ -40,7 +40,7 @@ class PartHeld(PartMessage, frozen=True):
 
     command_id: Count
     error: Text = ""  # it is not whole there, or no longer
-    digests: ByName[Name] = {}  # of the part's tensors, by name
+    digests: ByName[Name] = {}  # digests of the part's tensors, by name
 
 
 # ---- head to part ------------------------------------------------------------
@@ -50,7 +50,7 @@ class PartHeard(PartMessage, frozen=True):
     """The answer to a heartbeat."""
 
     relay: Name  # differs after each restart of the head
-    # Of the keys of who may fetch now; empty while this head has not heard from the broker.
+    # Digest of the admitted keys; empty until this head has heard from the broker.
     keys_digest: Name = ""
     # Those, public key -> name, where the part reported another digest; None: it has them.
     generator_keys: ByName[Name] | None = None

@@ -13,12 +13,12 @@ class ProbeLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     num_context: Count  # leading tokens of each sequence without a logprob
 
     def __post_init__(self) -> None:
-        lengths = {len(one) for one in self.sequences}
+        lengths = {len(sequence) for sequence in self.sequences}
         if len(lengths) != 1 or not 0 < self.num_context < min(lengths):
             raise ValueError(
                 f"a probe has sequences of one length above num_context = {self.num_context}, "
                 f"got {sorted(lengths)}"
             )
-        counts = [len(one) for one in self.logprobs]
+        counts = [len(logprobs) for logprobs in self.logprobs]
         if counts != [lengths.pop() - self.num_context] * len(self.sequences):
             raise ValueError(f"a probe of {len(self.sequences)} sequences has logprobs {counts}")

@@ -31,9 +31,9 @@ class OpenMemory(RelayMessage, frozen=True):
     layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
     num_slots: Count
     whole: PolicyVersion | None = None
-    slot: Count = 0  # of the whole version
-    run_id: Name = ""  # as in the run folder's identity.json
-    probe: ProbeLogprobs | None = None  # of the whole version
+    slot: Count = 0  # slot of the whole version
+    run_id: Name = ""  # id in the run folder's identity.json
+    probe: ProbeLogprobs | None = None  # probe of the whole version
     part: Count = 0  # number of the host whose buckets of the layout are in this memory
     part_keys: Several[Name] = ()  # public keys that the relays of parts 1, 2, ... prove
 
@@ -90,8 +90,8 @@ class Ok(RelayMessage, frozen=True):
 
     error: Text = ""
     superseded: bool = False  # a newer learner uses this relay
-    pid: Count = 0  # of the relay
-    door: RelayAddress | None = None  # where it listens for other hosts
+    pid: Count = 0  # process id of the relay
+    door: RelayAddress | None = None  # address for other hosts
 
 
 RelayRequest: TypeAlias = OpenMemory | ServeHead | Writing | Reserve | Written | Alive | EndRelay

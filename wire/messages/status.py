@@ -40,7 +40,7 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     step: Count  # learner steps completed when the round was issued
     overall: EvalFigures
     by_source: ByName[EvalFigures]
-    versions: Several[PolicyVersion]  # that chose at least one token
+    versions: Several[PolicyVersion]  # versions that chose at least one token
 
     @property
     def mean(self) -> float:
@@ -105,27 +105,27 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: Figure
     adopted: PolicyVersion | None = None
     leases: Count = 0
-    trajectories: Figure = 0.0  # that it finished
+    trajectories: Figure = 0.0  # finished trajectories
     retracted: Figure = 0.0  # times that an answer was thrown out of the engine's cache
     kv_use: Figure | None = None  # share of the engine's cache that unfinished answers hold
     sequences: Count = 0  # answers that the engine has been given and has not finished
     sequence_limit: Count = 0  # how many it may be given at present; 0: not reported
-    has_left: bool = False  # it said so: its silence is none
-    decision_bytes_per_token: Figure = 0.0  # of kept tokens and experts that it sent
+    has_left: bool = False  # left with a Goodbye; its silence is normal
+    decision_bytes_per_token: Figure = 0.0  # size of kept tokens and experts that it sent
     probes: Figure = 0.0  # versions that its engine was proven to compute, or not
     probe_difference: Figure | None = None  # nats, mean of the last probe
     probe_bound: Figure | None = None  # nats, the largest that is taken for noise
     acting: Count | None = None  # trajectories that environments answer; None: there are none
     environment_failed: Figure = 0.0  # trajectories whose environment could not go on
-    unknown_calls: Figure = 0.0  # of tools that there are not, by the policy
-    unreadable_calls: Figure = 0.0  # that their parser could not read: they stayed in the text
+    unknown_calls: Figure = 0.0  # calls of unknown tools, by the policy
+    unreadable_calls: Figure = 0.0  # calls that stayed in the text: their parser failed
     rewritten: Text = ""  # first difference of the newest history that began a branch
-    engine_s: Figure = 0.0  # of all trajectories of several turns, in calls of the engine
-    environment_s: Figure = 0.0  # and outside of it
-    pace: Pace | None = None  # of its engine; None: nothing is known
+    engine_s: Figure = 0.0  # time of all trajectories of several turns in calls of the engine
+    environment_s: Figure = 0.0  # their time outside of the engine
+    pace: Pace | None = None  # pace of its engine; None if unknown
     cpu_cores: Figure | None = None  # CPU seconds per second, lately, with its children
     memory_bytes: Figure | None = None  # resident, with its children
-    gpu_bytes: Figure | None = None  # of GPU memory, with its children
+    gpu_bytes: Figure | None = None  # GPU memory, with its children
     gpu_busy: Figure | None = None  # share of the time that these GPUs were busy, for whomever
 
 
@@ -149,13 +149,11 @@ class ThrottleChange(msgspec.Struct, frozen=True, kw_only=True):
 class ThrottleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What run.staleness_target holds, and by what."""
 
-    target: Name  # as in "p95_lag = 1"
+    target: Name  # target, such as "p95_lag = 1"
     bound: Count  # in force, in learner steps
     in_flight: Count  # groups under way, at most
-    most_in_flight: Count  # that the settings allow
-    excess: (
-        Figure | None
-    )  # the figure lately over its target; None: not known since the last change
+    most_in_flight: Count  # limit by the settings
+    excess: Figure | None  # recent figure over its target; None: unknown since the last change
     changes: Several[ThrottleChange] = ()  # the newest last
 
 
@@ -165,7 +163,7 @@ class SlowStep(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     seconds: Figure  # since it could begin
     usual_s: Figure  # median of the steps before it
-    groups: Several[Count]  # of its batch
+    groups: Several[Count]  # groups of its batch
 
     @property
     def text(self) -> str:
@@ -193,7 +191,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_per_step: Count
     issued: Count  # groups of kind train, ever
     trained: Count
-    sealed: Count  # of trained: a durable checkpoint holds their step
+    sealed: Count  # part of trained: a durable checkpoint holds their step
     requeued: Count  # groups to be generated again because a lost step's payloads were gone
     dropped: ByName[Count]  # groups by reason
     in_flight: ByName[Count]  # groups by state, neither trained nor dropped
@@ -209,15 +207,15 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     publishes_while_generating: Count
     publish_history: Listed[PublishRecord]
     members: Listed[MemberState]  # version of each engine
-    tokens_per_second: ByName[Figure]  # by role, over the whole run
-    busy: ByName[Figure]  # by role, mean over its processes
+    tokens_per_second: ByName[Figure]  # rate by role, over the whole run
+    busy: ByName[Figure]  # share by role, mean over its processes
     roles: Listed[RoleStatus]
     data: ByName[Count]  # rows and rows_skipped of the training prompts, eval_problems
-    versions: ByName[Text]  # of packages and servers
+    versions: ByName[Text]  # versions of packages and servers
     queue_age_s: Figure | None = None  # how long the oldest ready group has waited; None: none is
     lags_in_flight: ByName[Count] = {}  # present staleness in steps -> groups that are not ready
     lags_in_queue: ByName[Count] = {}  # the same of groups that are ready
     quarantines: Count = 0  # engines that did not compute what the learner does, ever
     memory: ByName[Count] = {}  # store_bytes (untrained payloads), rss_bytes of the broker
-    throttle: ThrottleStatus | None = None  # of run.staleness_target; None: there is none
+    throttle: ThrottleStatus | None = None  # state of run.staleness_target; None without a target
     slow_step: SlowStep | None = None  # None: the step under way takes as long as others

@@ -26,7 +26,7 @@ Json: TypeAlias = Any  # null, bool, number, text, list or object
 FinishReason = Literal["stop", "length"]
 ItemKind = Literal["train", "eval"]
 TrajectoryKey = tuple[int, int]  # group_id, sibling
-MAX_TOKENS = 2**31 - 1  # of a trajectory
+MAX_TOKENS = 2**31 - 1  # tokens of a trajectory
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -56,8 +56,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     lease_id: Number  # the lease under which it was generated
     num_prompt_tokens: Count
     num_tokens: Count  # T
-    version_runs: Several[VersionRun]  # as the engine reported them, by first token
-    temperature: Figure  # of the distribution that was sampled from; 0.0 is greedy
+    version_runs: Several[VersionRun]  # runs reported by the engine, by first token
+    temperature: Figure  # temperature of the sampled distribution; 0.0 is greedy
     finish_reason: FinishReason
     min_response_tokens: Count = 0  # before that many, no token of end_token_ids could be chosen
     end_token_ids: Several[Count] = ()
@@ -99,7 +99,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             [turn.first_token for turn in turns[:1]] == [self.num_prompt_tokens]
             and ends[-1:] == [self.num_tokens]
             and all(turn.num_tokens > 0 for turn in turns)
-            and all(one.end < other.first_token for one, other in pairwise(turns))
+            and all(turn.end < other.first_token for turn, other in pairwise(turns))
         )
         if not are_turns:
             raise ValueError(
@@ -246,7 +246,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     response: Body
     num_response_tokens: Count
     finish_reason: FinishReason
-    replies: Several[Body] = ()  # of several turns, in the order of the header's
+    replies: Several[Body] = ()  # texts of several turns, in the order of the header
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -283,7 +283,7 @@ MAX_PARTS = 64  # metrics of one reward
 MAX_PART_NAME = 100  # characters
 MAX_REASON = 500  # characters of why there is no reward
 MAX_EXCERPT = 500  # characters of the answer that has none
-NO_SCORING_LEASE = -1  # of a score without a lease
+NO_SCORING_LEASE = -1  # lease id of a score without a lease
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +298,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: Several[float] = ()
     """Of each of the header's ``chosen`` turns, in their order; none: they are not known."""
     function: Text = ""  # MODULE:NAME or FILE.py:NAME of the reward function
-    version: Text = ""  # of the reward function: as it declares, else a hash of its file
+    version: Text = ""  # version of the reward function: declared, else a hash of its file
     excerpt: Text = ""  # start of an answer that got no reward, for inspection
 
     def __post_init__(self) -> None:

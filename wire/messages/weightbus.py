@@ -38,7 +38,7 @@ class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Name
     bulk_endpoint: Name
     key: Name = ""  # the public key that the relay proves; empty on Unix sockets
-    is_bulk_plain: bool = False  # as is_plain of a door
+    is_bulk_plain: bool = False  # is_plain of the bulk socket
 
     @property
     def bulk(self) -> BulkDoor:
@@ -64,9 +64,9 @@ class Join(BusMessage, frozen=True):
     num_ranks: NumRanks = 1  # processes of the engine that join a group
     transport: TransportName = "collective"  # requested
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
-    # Of its ranks, each of which holds the whole attention; unset is one.
+    # Groups of its ranks that each hold the whole attention; unset is one.
     attention_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
-    forward: BulkDoor | None = None  # where others may fetch the buckets that it has received
+    forward: BulkDoor | None = None  # address at which others may fetch its received buckets
 
     def __post_init__(self) -> None:
         if self.attention_groups and self.num_ranks % self.attention_groups:
@@ -88,11 +88,11 @@ class Outcome(BusMessage, frozen=True):
     command_id: Count
     error: Text = ""  # empty is success
     num_in_flight: Count = 0  # generations in flight, with the answer to Pause or Adopt
-    num_bytes: Count = 0  # that came over bulk sockets, with the answer to Receive
-    # Of the checksums of all tensors in the engine, with the answer to Verify or Adopt.
+    num_bytes: Count = 0  # bytes over bulk sockets, with the answer to Receive
+    # Digest of the checksums of all tensors in the engine, after Verify or Adopt.
     digest: Name = ""
     checksums: ByName[Name] = {}  # those, by the engine's tensor name, where it is about names
-    phase_seconds: ByName[Figure] = {}  # of PUBLISH_PHASES, within Receive and Adopt
+    phase_seconds: ByName[Figure] = {}  # seconds by PUBLISH_PHASES, within Receive and Adopt
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -151,14 +151,12 @@ class Receive(BusMessage, frozen=True):
 
     command_id: Count
     manifest: WeightManifest
-    path: Text = ""  # of the version's folder; empty if it is to be fetched
+    path: Text = ""  # folder of the version; empty if it is to be fetched
     is_checked: bool = True  # compute what the engine's checksums will be compared with
-    # By part of the version: where its buckets are, the next one for when the one before fails.
+    # Addresses of the buckets, by part of the version; the next one is used if one fails.
     # Empty: all are at the relay that sends this.
     sources: Several[Several[BulkDoor]] = ()
-    first_part: Count = (
-        0  # is fetched from first, the others in turn: not all from one host at once
-    )
+    first_part: Count = 0  # part to fetch first, so that not all fetch from one host at once
 
 
 class Admit(BusMessage, frozen=True):
@@ -227,9 +225,9 @@ class Commit(BusMessage, frozen=True):
     """
 
     command_id: Count
-    version: PolicyVersion  # that it was offered and has loaded
-    digest: Name = ""  # of the checksums that it must have; empty compares nothing
-    probe: ProbeLogprobs | None = None  # as of Adopt
+    version: PolicyVersion  # version offered and loaded
+    digest: Name = ""  # digest of the expected checksums; empty compares nothing
+    probe: ProbeLogprobs | None = None  # expected logprobs, as in Adopt
 
 
 class BucketAnswer(BusMessage, frozen=True):
@@ -278,9 +276,9 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     adopted_by: ByName[Figure]  # member -> seconds from offer to commit
     failed: ByName[Text] = {}  # member -> why it was left out
     num_in_flight: ByName[Count] = {}  # member -> generations in flight at the pause
-    digest: Name = ""  # of all that was sent; empty if it failed before that was known
+    digest: Name = ""  # digest of everything sent; empty if it failed earlier
     engine_digests: ByName[Name] = {}  # member -> digest of all that its engine holds
-    phase_seconds: ByName[Figure] = {}  # by phase, the slowest member
+    phase_seconds: ByName[Figure] = {}  # seconds by phase, of the slowest member
     num_bytes: Count = 0
     fetched_bytes: ByName[Count] = {}  # member -> bytes that it fetched; deltas are fewer
     transports: ByName[TransportName] = {}  # member -> how it got the version
@@ -297,26 +295,26 @@ def merged(records: Sequence[PublishRecord]) -> PublishRecord:
     transports: dict[str, TransportName] = {}
     quarantined: dict[str, str] = {}
     phases: dict[str, float] = {}
-    for one in records:
-        adopted |= one.adopted_by
-        failed |= one.failed
-        num_in_flight |= one.num_in_flight
-        engine_digests |= one.engine_digests
-        fetched |= one.fetched_bytes
-        transports |= one.transports
-        quarantined |= one.quarantined
-        for phase, seconds in one.phase_seconds.items():
+    for record in records:
+        adopted |= record.adopted_by
+        failed |= record.failed
+        num_in_flight |= record.num_in_flight
+        engine_digests |= record.engine_digests
+        fetched |= record.fetched_bytes
+        transports |= record.transports
+        quarantined |= record.quarantined
+        for phase, seconds in record.phase_seconds.items():
             phases[phase] = max(seconds, phases.get(phase, 0.0))
     return PublishRecord(
         version=records[0].version,
         at_s=records[0].at_s,
         adopted_by=adopted,
-        failed={name: why for name, why in failed.items() if name not in adopted},
+        failed={name: reason for name, reason in failed.items() if name not in adopted},
         num_in_flight=num_in_flight,
-        digest=next((one.digest for one in reversed(records) if one.digest), ""),
+        digest=next((record.digest for record in reversed(records) if record.digest), ""),
         engine_digests=engine_digests,
         phase_seconds=phases,
-        num_bytes=max(one.num_bytes for one in records),
+        num_bytes=max(record.num_bytes for record in records),
         fetched_bytes=fetched,
         transports=transports,
         quarantined=quarantined,
@@ -331,4 +329,4 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion | None  # None: nothing yet, or a mixture
     since_s: Figure  # unix time since when
     transport: TransportName
-    reason: Text = ""  # of the last failure
+    reason: Text = ""  # reason of the last failure

@@ -18,7 +18,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _WEIGHT = ".weight"
 _MOST_ALPHA = 1e6
-_PREFIX = "base_model.model."  # of the model inside of PEFT's
+_PREFIX = "base_model.model."  # prefix of the model inside of PEFT's
 # What a folder may hold instead of plain adapters, with the value that means none.
 _PLAIN: Mapping[str, object] = {
     "use_rslora": False,

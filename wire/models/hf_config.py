@@ -36,15 +36,15 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     type: str | None = None
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0  # of llama3
+    low_freq_factor: float = 1.0  # used by llama3
     high_freq_factor: float = 4.0
-    beta_fast: float | None = None  # of yarn
+    beta_fast: float | None = None  # used by yarn
     beta_slow: float | None = None
     truncate: bool = True
     attention_factor: float | None = None
     attn_factor: float = 1.0
     extrapolation_factor: float = 1.0
-    mscale: float | None = None  # of latent attention
+    mscale: float | None = None  # used by latent attention
     mscale_all_dim: float | None = None
     partial_rotary_factor: float | None = None
 
@@ -358,10 +358,10 @@ def _size_trouble(config: HfConfig, family: Family) -> str:
     """Return which number is outside of its bounds."""
     keys = {new: old for old, new in family.renamed.items()}
     read = (KEYS_OF_ALL | family.keys | keys.keys()) & _BOUNDS.keys()
-    for name, (least, most) in _BOUNDS.items():
+    for name, (least, highest) in _BOUNDS.items():
         value = getattr(config, name)
-        if name in read and value is not None and not least <= value <= most:
-            return f"{keys.get(name, name)} must be from {least:g} to {most:.10g}, got {value}"
+        if name in read and value is not None and not least <= value <= highest:
+            return f"{keys.get(name, name)} must be from {least:g} to {highest:.10g}, got {value}"
     return ""
 
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 _DIGEST = 12  # hexadecimal digits of a fact that is too long, or not for others, to be shown
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file of weights
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # samples of a file of weights
 
 
 def model_digests(folder: Path) -> dict[str, str]:

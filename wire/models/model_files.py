@@ -12,7 +12,7 @@ from slipstream.wire.unreadable import UNREADABLE
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-TEMPLATES = "additional_chat_templates"  # folder of those beside the usual one
+TEMPLATES = "additional_chat_templates"  # folder of further templates
 _WEIGHTS_SUFFIX = ".safetensors"
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # is smaller
 
@@ -189,6 +189,6 @@ def _is_beside(code: Any, files: Container[str]) -> bool:  # noqa: ANN401 JSON
     match code:
         case str():
             return "--" in code or code.partition(".")[0] + ".py" in files
-        case list():  # of a slow tokenizer and a fast one; there may be one of them
-            return any(code) and all(_is_beside(one, files) for one in code if one is not None)
+        case list():  # a slow tokenizer and a fast one; one may be missing
+            return any(code) and all(_is_beside(part, files) for part in code if part is not None)
     return True

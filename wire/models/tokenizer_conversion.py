@@ -15,14 +15,14 @@ from typing import Any
 
 from slipstream.wire.errors import ConfigError
 
-# By its library, and what the library's module is called.
+# Module of each library.
 _LIBRARIES = {
     "transformers": "transformers",
     "sentencepiece": "sentencepiece",
     "protobuf": "google",
 }
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of it: token and rank
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # of tokenizer_config.json
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # in its config
 _Named = dict[str, list[ast.expr | None]]  # values of names; None is one that is not understood
 _PROBES = (  # a conversion that goes wrong shows in one of them
     "The answer is 1234.56, isn't it?",
@@ -72,7 +72,7 @@ def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
             config.pop("auto_map", None)
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    except Exception as error:  # of its libraries, whatever they are
+    except Exception as error:  # any error of its libraries
         raise ConfigError(
             f"{source.parent} has no tokenizer.json, and none can be made from {source.name}: "
             f"{(str(error).splitlines() or [''])[0]:.300}. Add one by the library that this "
@@ -127,9 +127,9 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str
         return {int(number): dict(facts) for number, facts in decoder.items()}
     path = folder / "added_tokens.json"
     numbers: dict[str, int] = json.loads(path.read_bytes()) if path.is_file() else {}
-    named = [one for key, one in config.items() if key in _SPECIAL_TOKENS and one]
+    named = [token for key, token in config.items() if key in _SPECIAL_TOKENS and token]
     named += config.get("additional_special_tokens") or []
-    texts = {one["content"] if isinstance(one, dict) else one for one in named}
+    texts = {token["content"] if isinstance(token, dict) else token for token in named}
     if missing := texts - numbers.keys():
         raise ValueError(
             f"no number is given for {min(missing)!r}, in added_tokens_decoder of "
@@ -148,11 +148,11 @@ def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
 
     named = config.get("auto_map")
     named = named.get("AutoTokenizer") if isinstance(named, dict) else named
-    classes = [one for one in (named if isinstance(named, list) else [named]) if one]
+    classes = [name for name in (named if isinstance(named, list) else [named]) if name]
     name = config.get("tokenizer_class")
     if not classes and (name is None or hasattr(transformers, name)):
         return None
-    for module in {one.partition(".")[0] for one in classes}:
+    for module in {name.partition(".")[0] for name in classes}:
         path = folder / f"{module}.py"
         if path.is_file() and (pattern := pattern_of(path.read_text())):
             return pattern
@@ -168,9 +168,9 @@ def pattern_of(code: str) -> str:
         SyntaxError: it is no Python.
     """
     nodes = list(ast.walk(ast.parse(code)))
-    reads = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
-    num_reads = Counter(getattr(one, "id", getattr(one, "attr", "")) for one in reads)
-    values = {id(target): value for one in nodes for target, value in _assigned(one)}
+    reads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
+    num_reads = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in reads)
+    values = {id(target): value for node in nodes for target, value in _assigned(node)}
     named: _Named = {}
     for node in nodes:
         if name := _bound(node):
@@ -211,7 +211,7 @@ def _bound(node: ast.AST) -> str:
             return f"class {name}"
         case ast.keyword(str(name)):
             return f"{name}="
-        case ast.Constant("pat_str"):  # of a dictionary of arguments, or some such
+        case ast.Constant("pat_str"):  # a key in a dictionary of arguments, for example
             return "pat_str="
     return ""
 
@@ -219,7 +219,9 @@ def _bound(node: ast.AST) -> str:
 def _value_of(name: str, named: _Named) -> str | tuple[str, ...] | None:
     """Return the one text, or texts, that a name means wherever it is given a value, if it does."""
     others = {key: values for key, values in named.items() if key != name}
-    found = {_value(one, others) for one in named.get(name, ()) if not _is_same(one, name, named)}
+    found = {
+        _value(value, others) for value in named.get(name, ()) if not _is_same(value, name, named)
+    }
     return found.pop() if len(found) == 1 else None
 
 
@@ -263,5 +265,5 @@ def _value(node: ast.expr | None, named: _Named) -> str | tuple[str, ...] | None
 
 
 def _texts(nodes: Sequence[ast.expr], named: _Named) -> tuple[str, ...] | None:
-    texts = [text for one in nodes if isinstance(text := _value(one, named), str)]
+    texts = [text for node in nodes if isinstance(text := _value(node, named), str)]
     return tuple(texts) if len(texts) == len(nodes) else None

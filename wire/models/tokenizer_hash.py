@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.wire.errors import ConfigError
 
-_NO_PART = ("truncation", "padding")  # of a call, not of the vocabulary; we switch both off
+_NO_PART = ("truncation", "padding")  # settings of a call; we switch both off
 _HEX_DIGITS = 32
 
 

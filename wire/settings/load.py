@@ -86,11 +86,11 @@ def _refuse_nul(value: object, name: str) -> None:
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name} must hold no NUL character, got {value!r}")
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            _refuse_nul(one, f"{name}.{key}")
+        for key, inner in value.items():
+            _refuse_nul(inner, f"{name}.{key}")
     elif isinstance(value, list):
-        for one in value:
-            _refuse_nul(one, name)
+        for inner in value:
+            _refuse_nul(inner, name)
 
 
 def section(table: Mapping[str, Any], name: str, kind: type[S]) -> S:
@@ -145,7 +145,7 @@ def _parse_value(text: str) -> object:
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[dict[str, object], list[str]]:
     """Return the types and the names of a section's settings."""
-    return get_type_hints(kind), [one.encode_name for one in msgspec.structs.fields(kind)]
+    return get_type_hints(kind), [field.encode_name for field in msgspec.structs.fields(kind)]
 
 
 def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:

@@ -104,8 +104,8 @@ def _check_fused(targets: Collection[str]) -> None:
         (("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")),
         (("up_proj",), ("gate_proj",)),
     ):
-        named = [one for one in some if one in targets]
-        missing = [one for one in needed if one not in targets]
+        named = [target for target in some if target in targets]
+        missing = [target for target in needed if target not in targets]
         if named and missing:
             raise ConfigError(
                 f"lora.targets names {', '.join(named)} without {', '.join(missing)}, and SGLang "

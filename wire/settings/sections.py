@@ -30,7 +30,7 @@ TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
 
-_MAX_NAME_BYTES = 200  # of a folder; a number may be added
+_MAX_NAME_BYTES = 200  # length of a folder's name; a number may be added
 
 
 class StalenessTargetTable(Section, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ def _leaves(values: object, hint: Any, where: str) -> Iterator[tuple[str, object
     """Yield the single values of a section: name, value, and what it must be."""
     bare = _bare(hint)
     options = get_args(bare) if get_origin(bare) in {types.UnionType, Union} else (bare,)
-    struct = next((one for one in options if _is_struct(one)), None)
+    struct = next((option for option in options if _is_struct(option)), None)
     if struct is not None and isinstance(values, dict):
         hints = get_type_hints(struct, include_extras=True)
         names = {field.encode_name: field.name for field in msgspec.structs.fields(struct)}
@@ -91,14 +91,14 @@ def expected(hint: object) -> str:
     if get_origin(hint) is Annotated:
         inner, *metas = get_args(hint)
         bounds = " and ".join(
-            words for meta in metas if isinstance(meta, msgspec.Meta) for words in _bounds(meta)
+            bound for meta in metas if isinstance(meta, msgspec.Meta) for bound in _bounds(meta)
         )
         return " ".join(filter(None, (expected(inner), bounds)))
     origin, inner = get_origin(hint), get_args(hint)
     if origin in {types.UnionType, Union}:
-        return " or ".join(expected(one) for one in inner if one is not type(None))
+        return " or ".join(expected(option) for option in inner if option is not type(None))
     if origin in {tuple, list, frozenset, set}:
-        several = [one for one in inner if one is not Ellipsis]
+        several = [kind for kind in inner if kind is not Ellipsis]
         if origin is tuple and Ellipsis not in inner and len(several) > 1:
             each = list(dict.fromkeys(map(expected, several)))
             return f"a list of {len(several)}, each {' or '.join(each)}"
@@ -149,7 +149,7 @@ def _meant(name: str, value: object, hint: object) -> str:
         return f"write {_CAPITALS[value]}, in small letters"
     if value in _NOTHING:
         return "leave the setting out for its default"
-    choices = {one.lower(): one for one in _choices(hint) if isinstance(one, str)}
+    choices = {choice.lower(): choice for choice in _choices(hint) if isinstance(choice, str)}
     if close := difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.5):
         return f"did you mean {shown(choices[close[0]])}?"
     if get_origin(_bare(hint)) in {tuple, list}:

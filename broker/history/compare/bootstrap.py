@@ -12,7 +12,7 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 SEED = 0
 K = TypeVar("K", bound=Hashable)
-_CELLS_AT_ONCE = 2_000_000  # of indices: 16 MB
+_CELLS_AT_ONCE = 2_000_000  # indices: 16 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Interval:
     low: float
     high: float
     paired: bool  # both have the same problems, which were resampled together
-    num_problems: int  # of A
+    num_problems: int  # problems of A
 
 
 def difference_of_means(

@@ -14,7 +14,7 @@ from slipstream.broker.history.table import Numbers, is_maximum
 Axis: TypeAlias = Literal["step", "wall_s", "trained_tokens"]
 AXES: tuple[Axis, ...] = ("step", "wall_s", "trained_tokens")
 Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
-MAX_POINTS = 400  # of a curve that is drawn
+MAX_POINTS = 400  # points of a drawn curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Overlay:
     """Rows over one axis, and the columns of each run; NaN where a run has nothing."""
 
     x: Numbers  # [M] ascending
-    columns: Mapping[str, Sequence[Numbers]]  # by run
+    columns: Mapping[str, Sequence[Numbers]]  # columns by run
 
 
 def smoothed(values: Numbers, weight: float) -> Numbers:

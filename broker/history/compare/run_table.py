@@ -30,7 +30,7 @@ class Columns:
 
     def __init__(self) -> None:
         self.count = 0
-        self._parts: dict[str, list[tuple[int, Numbers]]] = {}  # by name: first row, values
+        self._parts: dict[str, list[tuple[int, Numbers]]] = {}  # (first row, values) by name
 
     def extend(self, rows: Sequence[Row]) -> None:
         """Append rows."""
@@ -66,7 +66,7 @@ class RunTable:
         """Read nothing yet."""
         self._folder = folder
         self._read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, and bytes
-        self._mark = 0  # of the files that stand in for it: their newest change
+        self._mark = 0  # newest change of the files that replace it
         self.steps, self.rounds = Columns(), Columns()
 
     def refresh(self) -> None:

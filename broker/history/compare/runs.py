@@ -51,7 +51,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     total_steps: int
     elapsed_s: float
-    eval_step: int | None  # of the newest evaluation
+    eval_step: int | None  # step of the newest evaluation
     eval_mean: float | None
     eval_first: float | None  # mean of the first one, if there are more
     eval_problems: int
@@ -165,7 +165,7 @@ def is_run(folder: Path) -> bool:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the run folders in a folder, the newest first, as many as a list shows."""
-    found = [one for one in folder.iterdir() if one.is_dir() and is_run(one)]
+    found = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
     return sorted(found, key=_begun_s, reverse=True)[:MAX_RUNS]
 
 

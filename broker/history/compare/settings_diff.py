@@ -38,7 +38,7 @@ def differences(runs: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
         for name in names
         if name not in OF_EVERY_RUN
     ]
-    return [one for one in found if len(set(one.values)) > 1]
+    return [difference for difference in found if len(set(difference.values)) > 1]
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:

@@ -36,7 +36,7 @@ class BackgroundTrackers:
         self._trackers = trackers
         self._logged = logged or Logged()
         self._write = write
-        self.newest_step = self._logged.step  # that earlier lives logged; -1 if none
+        self.newest_step = self._logged.step  # newest step that earlier lives logged, or -1
         self._points: queue.Queue[_Point | None] = queue.Queue(_MAX_WAITING)
         self.lost: Counter[str] = Counter()  # points, by tracker
         self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)

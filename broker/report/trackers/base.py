@@ -18,9 +18,9 @@ class TrackedRun:
 
     project: str
     name: str
-    folder: Path  # of the run
+    folder: Path  # folder of the run
     options: Mapping[str, Any]  # [logging.TRACKER]
-    settings: Mapping[str, object]  # of the whole run, to be shown
+    settings: Mapping[str, object]  # settings of the whole run, to be shown
     run_id: str | None  # the id it had in an earlier life
     logged: "Logged"  # in earlier lives
 
@@ -45,7 +45,7 @@ class Logged(msgspec.Struct):
         elif step > self.step:
             self.step = step
         else:
-            self.taken_back.update(one for one in self.evaluated if one >= step)
+            self.taken_back.update(evaluated for evaluated in self.evaluated if evaluated >= step)
 
     def goes_back(self, step: int, figures: Mapping[str, float]) -> bool:
         """True if the run is at an earlier learner step again; forget the later points then."""
@@ -124,6 +124,6 @@ def eval_figures(point: EvalPoint) -> dict[str, float]:
     """Return the curves' values for an evaluation: of all problems, and per data source."""
     figures = {f"eval/{name}": value for name, value in point.overall.metrics.items()}
     if len(point.by_source) > 1:
-        for source, one in point.by_source.items():
-            figures |= {f"eval/{source}/{name}": value for name, value in one.metrics.items()}
+        for source, of_source in point.by_source.items():
+            figures |= {f"eval/{source}/{name}": value for name, value in of_source.metrics.items()}
     return figures

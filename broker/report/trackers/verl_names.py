@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from slipstream.broker.report.trackers.base import Tracker
 from slipstream.wire.process.phases import PHASE_TIME
 
-# Of verl 0.5 and later; docs/coming_from_verl.md says what differs.
+# Names of verl 0.5 and later; docs/coming_from_verl.md has the differences.
 _PHASES = {
     "proximal": "timing_s/old_log_prob",
     "train": "timing_s/update_actor",

@@ -18,7 +18,7 @@ from slipstream.wire.models.families.tables import (
     RouterTraits,
 )
 
-# Of training, of the device-limited routing of its own code, and of code that is not run.
+# Keys of training, of device-limited routing in its own code, and of unused code.
 DEEPSEEK_IGNORED = frozenset(
     {"auto_map", "aux_loss_alpha", "ep_size", "seq_aux", "qk_head_dim", "head_dim"}
 )

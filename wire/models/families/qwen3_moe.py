@@ -19,7 +19,7 @@ QWEN3_MOE = Family(
         "attention_bias": False,
         **EVERY_LAYER,
         **UNTIED,
-        # As Qwen3-Coder's name what all of the family have.
+        # Keys of Qwen3-Coder for what the whole family has.
         "qkv_bias": False,
         "shared_expert_intermediate_size": 0,
         "use_qk_norm": True,
@@ -28,7 +28,7 @@ QWEN3_MOE = Family(
     mlp=MLP,
     sparse=EXPERTS,
     ends=ENDS,
-    renamed={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    renamed={"num_local_experts": "num_experts"},  # written so by transformers 5
     keys=QWEN_MOE_KEYS,
     ignored=WINDOW_KEYS,
 )

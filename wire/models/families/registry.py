@@ -33,7 +33,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
     )
 }
-SCALE_SUFFIX = "_scale_inv"  # of the scales of a quantized tensor's blocks
+SCALE_SUFFIX = "_scale_inv"  # suffix of the scales of a quantized tensor's blocks
 _LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _HF_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
@@ -50,8 +50,8 @@ class EngineTensor:
     of_attention: bool = False  # split over the ranks of one attention group
     of_expert: int = 0  # tensors of each expert under this name, which has those of all of them
     stacked: int = 1  # matrices in it, each split by itself
-    partners: tuple[str, ...] = ()  # without all of which it is not fused
-    dtype: Literal["model", "float32"] = "model"  # that it is published and kept in
+    partners: tuple[str, ...] = ()  # fused only if all of them are there
+    dtype: Literal["model", "float32"] = "model"  # dtype in which it is published and kept
 
     def alone(self, name: str) -> "EngineTensor":
         """Return the place of a tensor of this name that is not fused."""
@@ -79,7 +79,7 @@ def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
 
 
 def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
-    for parameter in (one for table in family.tables() for one in table.values()):
+    for parameter in (parameter for table in family.tables() for parameter in table.values()):
         for position, tensor in enumerate(parameter.tensors):
             of_expert = len(parameter.tensors) if "*" in tensor.name else 0
             name, partners = parameter.engine_name or tensor.name, parameter.names

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-# Of families whose output layer SGLang never ties: without a tensor of its own it would stay unset.
+# SGLang never ties the output layer of these families: without a tensor it would stay unset.
 UNTIED: Mapping[str, object] = {"tie_word_embeddings": False}
 FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
 Size = Literal[
@@ -76,7 +76,7 @@ class HfTensor:
     row_multiple: int = 1  # rows are padded to a multiple of it
     column_multiple: int = 1
     stacked: int = 1  # matrices of this shape one below the other, each split and padded by itself
-    dtype: Literal["model", "float32"] = "model"  # that it is kept and published in
+    dtype: Literal["model", "float32"] = "model"  # dtype in which it is kept and published
 
     def whole_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return its shape in a model of these sizes."""
@@ -96,8 +96,8 @@ class Parameter:
     kind: FusionKind
     tensors: tuple[HfTensor, ...]
     engine_name: str = ""
-    # Of its tensors under tensor parallelism; None as the kind says: readers of the hidden state by
-    # rows, writers of it by columns.
+    # Split of its tensors under tensor parallelism; None is the kind's usual one: readers of the
+    # hidden state by rows, writers of it by columns.
     divided: Split | None = None
 
     @property
@@ -150,7 +150,7 @@ class RouterTraits:
     """How the family chooses a token's experts and weighs them."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    has_bias: bool = False  # that is added to scores for the choice alone
+    has_bias: bool = False  # bias that is added to scores for the choice alone
     # What the experts of a group are worth, where only experts of the best groups are chosen.
     group_score: Literal["best", "two best"] = "two best"
 
@@ -159,23 +159,21 @@ class RouterTraits:
 class Family:
     """A decoder with rotary embeddings and a gated MLP or experts."""
 
-    model_type: str  # of config.json
-    models: str  # for people
+    model_type: str  # model_type in config.json
+    models: str  # names of models, for people
     # Keys of config.json that must have these values, or be absent.
     config: Mapping[str, object] = field(default_factory=dict)
-    layer: Table  # of every layer, by Megatron's name within it
-    mlp: Table  # of a layer without experts
-    sparse: Table = field(default_factory=dict)  # of a layer with them
+    layer: Table  # parameters of every layer, by Megatron's name within it
+    mlp: Table  # parameters of a layer without experts
+    sparse: Table = field(default_factory=dict)  # parameters of a layer with experts
     options: tuple[OptionalTable, ...] = ()
     ends: Table  # before and after the layers, by Megatron's name
-    keys: frozenset[str] = frozenset()  # of config.json that it reads, beside those of all
+    keys: frozenset[str] = frozenset()  # further keys of config.json that it reads
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys of config.json to those of all
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of keys that are absent
+    defaults: Mapping[str, object] = field(default_factory=dict)  # values of absent keys
     # Keys that change nothing that is computed here: of training, of other heads, of kernels.
     ignored: frozenset[str] = frozenset()
-    megatron: Mapping[str, object] = field(
-        default_factory=dict
-    )  # of its TransformerConfig, besides
+    megatron: Mapping[str, object] = field(default_factory=dict)  # more of TransformerConfig
     router: RouterTraits = RouterTraits()
     is_latent: bool = False  # attention's keys and values are compressed (MLA)
     turns_pairs: bool = False  # rotary embeddings turn neighbors, not a channel of each half
