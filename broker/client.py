@@ -137,17 +137,17 @@ class BrokerClient:
         """Return a client that the broker welcomed.
 
         Args:
-            endpoint: of the broker.
-            role: of this process.
-            name: stable over restarts.
-            packages: versions worth recording.
-            tokenizer: a tokenizer_hash.
-            timeout_s: of the first hello, and of a request while the broker is there; None is
+            endpoint: Address of the broker.
+            role: Role of this process.
+            name: Name, stable over restarts.
+            packages: Versions worth recording.
+            tokenizer: A tokenizer_hash.
+            timeout_s: Limit of the first hello, and of a request while the broker is there; None is
                 ``outage_s``.
-            outage_s: how long a broker that is gone is waited for later.
-            key_file: this host's key; needed for a broker on another host.
-            name_patience_s: time that another process may take to give up this name; None is
-                30 s, and 90 s where the broker is on another host.
+            outage_s: Time to wait later for a broker that is gone.
+            key_file: Key of this host; needed for a broker on another host.
+            name_patience_s: Time for another process to give up this name; None is 30 s, and 90 s
+                if the broker is on another host.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.

@@ -76,13 +76,13 @@ def check_store(
     """Refuse a store or a checkpoint that is not this run's, before anything of it is touched.
 
     Args:
-        known: the identity in the run folder.
-        stored: the ledger that the store holds, if any.
-        has_begun: something has happened in that.
-        saved: the ledger of the checkpoint to resume from, if any.
-        restarted: this broker replaces one that died in the same run.
-        run_folder: to name.
-        store: where it is, to name.
+        known: Identity in the run folder.
+        stored: Ledger in the store, if any.
+        has_begun: True if something has happened in that ledger.
+        saved: Ledger of the checkpoint to resume from, if any.
+        restarted: True if this broker replaces one that died in the same run.
+        run_folder: Folder of the run, for errors.
+        store: Place of the store, for errors.
 
     Raises:
         ConfigError: with the way out.
@@ -122,11 +122,11 @@ def begin_life(
     """Have a ledger give out only ids and epochs that no earlier life gave out.
 
     Args:
-        state: of the ledger that the run continues with.
-        known: the identity in the run folder.
-        others: ledgers that were found besides.
-        epochs: of checkpoints.
-        apart: it continues without the store of the life before, or without its end.
+        state: Ledger with which the run continues.
+        known: Identity in the run folder.
+        others: Other ledgers that were found.
+        epochs: Epochs of checkpoints.
+        apart: True without the store of the previous life, or without its end.
     """
     found = [state, *others]
     ids = [known.run_id] if known is not None else []

@@ -70,12 +70,8 @@ async def start_run(
     nothing has to be generated again; otherwise the store is cleared and filled from the
     checkpoint.
 
-    Args:
-        settings: the broker's.
-        prompts: of the run.
-        store: of the run; from now on this broker is its only writer.
-        restarted: this process replaces one that died, which has resumed if it was to.
-        first_event: the number of events acknowledged in all lives of the run.
+    From now on this broker is the only writer of the store. ``first_event`` is the number of events
+    acknowledged in all lives of the run.
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its

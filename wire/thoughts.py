@@ -26,11 +26,11 @@ def split_thoughts(
     mark before the next thought. Before a mark that closes and none that opens all is thought.
 
     Args:
-        text: of the policy.
-        begin: mark of the format.
-        end: mark of the format.
-        is_inside: the text begins in a thought, whether it opens it again or not.
-        is_shared: ``end`` closes other parts too.
+        text: Text of the policy.
+        begin: Opening mark of the format.
+        end: Closing mark of the format.
+        is_inside: True if the text begins in a thought, whether it opens it again or not.
+        is_shared: True if ``end`` closes other parts too.
     """
     parts: list[TextPart] = []
     at = 0

@@ -41,14 +41,7 @@ class AdviceProcess:
         now: Callable[[], float] = time.monotonic,
         longest_s: float = _LONGEST_S,
     ) -> None:
-        """Know nothing yet.
-
-        Args:
-            folder: of the run.
-            command: that prints an advice about it as JSON.
-            now: a clock in seconds.
-            longest_s: it may take.
-        """
+        """Know nothing yet; ``command`` prints an advice about a run folder as JSON."""
         self._command = (*command, str(folder), "--json")
         self._now = now
         self._longest_s = longest_s

@@ -29,11 +29,7 @@ class ComparisonPage(PageServer):
     ) -> None:
         """Prepare to serve.
 
-        Args:
-            folders: of the runs; without ``parent``.
-            parent: a folder of runs, which is looked through again whenever the list is read.
-            host: address to listen at.
-            port: to listen at; 0 is one chosen by the system.
+        ``parent`` is a folder of runs, which is looked through again whenever the list is read.
 
         Raises:
             ConfigError: one of them is no run folder.

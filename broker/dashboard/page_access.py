@@ -20,11 +20,7 @@ class PageAccess:
     """The token of a page, and the port that it was served at before."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Reuse the token and port kept in a run folder, so that an open page reconnects.
-
-        Args:
-            folder: of the run; None keeps nothing.
-        """
+        """Reuse token and port of a run folder, if any, so that an open page reconnects."""
         self._folder = folder
         self._token = (_kept_token(folder) if folder else "") or secrets.token_urlsafe(16)
         self.port = _kept_port(folder) if folder else 0  # 0 if none is kept

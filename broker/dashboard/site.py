@@ -65,12 +65,7 @@ class PageServer:
     ) -> None:
         """Prepare to serve; port 0 is the previous one, or one chosen by the system.
 
-        Args:
-            page: name of its HTML file.
-            host: address to listen at.
-            port: to listen at.
-            folder: keeps the token and the port; None keeps nothing.
-            patience_s: for a browser that does not read.
+        ``folder`` keeps the token and the port; ``patience_s`` is for a browser that does not read.
         """
         self._page_name = page
         self._host = host

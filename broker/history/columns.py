@@ -83,13 +83,7 @@ class KnownColumns(Mapping[str, Column]):
 
 
 def trends_of(columns: HistoryColumns, *, high_water_bytes: int, fsync: str) -> Trends:
-    """Return the history as rules about a run read it; nothing is copied.
-
-    Args:
-        columns: that do not change while they are read.
-        high_water_bytes: broker.high_water_bytes.
-        fsync: how the store is synced; empty is not known.
-    """
+    """Return the history as rules about a run read it, without a copy."""
     return Trends(
         at_s=columns.time.at_s,
         series=KnownColumns(columns.time.series),

@@ -21,12 +21,7 @@ EVERY_S = 2.0  # interval of a new run
 def steady_time(
     unix: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Return a clock that shows unix time now, and from here on never jumps.
-
-    Args:
-        unix: may be set at any time, also back.
-        monotonic: only grows.
-    """
+    """Return a clock that shows unix time now, and from here on never jumps."""
     began_s = unix() - monotonic()
     return lambda: began_s + monotonic()
 
@@ -35,12 +30,7 @@ class RunHistory:
     """Takes samples of the state of a run."""
 
     def __init__(self, *, began_s: float, every_s: float = EVERY_S) -> None:
-        """Start a history.
-
-        Args:
-            began_s: unix time at which the run started.
-            every_s: seconds between two samples.
-        """
+        """Start a history at a unix time, with a sample every so many seconds."""
         self.began_s = began_s
         self.every_s = every_s
         self.shared_cores = 0  # CPU cores that all processes share; 0 if they do not
@@ -53,12 +43,7 @@ class RunHistory:
         self._step = 0.0  # the newest that is known
 
     def take(self, status: RunStatus, now_s: float) -> bool:
-        """Take in all that is new in a state; True if a row of time was added.
-
-        Args:
-            status: the state of the run.
-            now_s: unix time.
-        """
+        """Take in all that is new in a state; True if a row of time was added."""
         self._since_began(now_s)
         if status.steps < self._step:
             self.went_back(status.steps)
@@ -68,12 +53,7 @@ class RunHistory:
         return self.sample(status, now_s)
 
     def sample(self, status: RunStatus, now_s: float) -> bool:
-        """Add a row if one is due; True if it was.
-
-        Args:
-            status: the state of the run.
-            now_s: unix time; where it went back, the time of the run still grows.
-        """
+        """Add a row if one is due, and return whether it was; ``now_s`` may go back."""
         at_s = self._since_began(now_s)
         if at_s - self._sampled_s < self.every_s:
             return False
@@ -104,12 +84,7 @@ class RunHistory:
             self.every_steps *= 2
 
     def fill(self, missed: Mapping[int, Mapping[str, float]], now_s: float) -> None:
-        """Add learner steps that were not observed; their times are unknown, so evenly spread.
-
-        Args:
-            missed: figures by step.
-            now_s: unix time.
-        """
+        """Add figures of learner steps that were not observed, at times evenly spread."""
         steps = sorted(step for step in missed if step > self._step)
         at_s = self._steps.series.get("at_s", self._steps.keys)
         newest_s = max([*self._time.keys[-1:], *at_s[-1:]], default=0.0)

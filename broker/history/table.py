@@ -107,13 +107,7 @@ class Table:
         return is_full
 
     def blend(self, key: float, values: Mapping[str, float | None], *, share: float) -> None:
-        """Take a row into the newest one, which gets its key.
-
-        Args:
-            key: not smaller than that of the newest row.
-            values: by name.
-            share: of these in a mean with existing values.
-        """
+        """Take a row into the newest one, which gets its key; ``share`` is its weight in a mean."""
         known = _floats(values)
         newest = self._count - 1
         self._keys[newest] = key

@@ -101,14 +101,8 @@ class Ledger:
     ) -> list[LeasedGroup]:
         """Grant generation work: lapsed groups first, then evaluation, then new prompts.
 
-        Args:
-            holder: the generator.
-            adopted: the version that it runs.
-            max_sequences: its free lanes.
-            now_s: the time.
-            num_sharing: generators that want work too. One is granted its share of what there is,
-                and may request more: else the first one's lanes would take a whole step's work,
-                and the others had none.
+        Of ``num_sharing`` generators that want work, one is granted its share of what there is, and
+        may request more: else the lanes of the first would take a whole step's work.
         """
         if adopted.epoch != self.book.version.epoch or self.book.state.awaits_learner:
             return []
@@ -348,10 +342,8 @@ class Ledger:
     def discard_answers_of(self, key: str, *, takes_over: bool = False) -> tuple[int, int]:
         """Drop groups with an answer that was delivered with a key.
 
-        Args:
-            key: its name.
-            takes_over: a learner has just taken over and has no batch yet. Else batches stay, for
-                they are in its hands.
+        A learner that takes over has no batch yet; else batches stay, because they are in its
+        hands.
 
         Returns:
             groups dropped, and groups that are being trained already.

@@ -32,11 +32,7 @@ class LeaseBook:
     ) -> None:
         """Open the book of a ledger and its scoring queue.
 
-        Args:
-            ledger: grants generation.
-            scoring: grants scoring.
-            scores_inline: a generator may score what it delivered (reward.inline).
-            on_return: called when work that was held may be granted again.
+        ``on_return`` is called when work that was held may be granted again.
         """
         self._ledger = ledger
         self._book = ledger.book
@@ -93,9 +89,7 @@ class LeaseBook:
     def restart(self, holder: str, held: Collection[int]) -> None:
         """Take back everything from earlier incarnations of a client.
 
-        Args:
-            holder: the new incarnation.
-            held: its own leases of generation, if it reconnects.
+        ``held`` are the new incarnation's own leases of generation, if it reconnects.
         """
         name = name_of(holder)
         for other in [h for h in self._book.by_holder if name_of(h) == name]:
@@ -112,11 +106,7 @@ class LeaseBook:
     ) -> bool:
         """Take back a lease before its end; True if it is one of generation, which failed.
 
-        Args:
-            holder: the client.
-            lease_id: of either kind.
-            reason: what the client says.
-            is_stranded: it failed without any fault of the group's, and counts as no attempt.
+        A stranded one failed without any fault of the group, and counts as no attempt.
         """
         if self._scoring.give_back(holder, lease_id):
             self._on_return()
@@ -164,12 +154,8 @@ class LeaseBook:
     ) -> dict[int, TrajectoryKey]:
         """Grant trajectories to score, by lease.
 
-        Args:
-            holder: the reward worker or generator.
-            credits_left: how many it can take on.
-            now_s: the time.
-            whole_groups: grant whole groups, and only once all of one is generated.
-            own_only: grant a generator what it delivered itself, one by one.
+        Whole groups are granted only once all of one is generated. A generator is granted its own
+        answers alone (``own_only``), one by one.
         """
         siblings_of = self._generated_siblings if whole_groups and not own_only else None
         return self._scoring.lease(

@@ -31,12 +31,7 @@ class LeaseTerms:
     """
 
     def __init__(self, lease_s: float, max_lease_s: float = 0.0) -> None:
-        """Start with none.
-
-        Args:
-            lease_s: duration of a lease after its last heartbeat.
-            max_lease_s: longest duration in spite of heartbeats; 0 is for ever.
-        """
+        """Start without leases; a ``max_lease_s`` of 0 is no limit in spite of heartbeats."""
         self._lease_s = lease_s
         self._max_lease_s = max_lease_s
         self._begun: dict[int, float] = {}  # lease -> time granted, if there is a limit

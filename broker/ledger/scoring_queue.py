@@ -83,12 +83,7 @@ class ScoringQueue:
         return len(self._by_holder.get(holder, ()))
 
     def add(self, key: TrajectoryKey, *, deliverer: str = "") -> None:
-        """Queue a trajectory.
-
-        Args:
-            key: of the trajectory.
-            deliverer: name of the generator that delivered it, if it may score it.
-        """
+        """Queue a trajectory; ``deliverer`` is the generator that may score it, if one may."""
         if deliverer:
             self._deliverers[key] = deliverer
             self._delivered.setdefault(deliverer, {})[key] = None
@@ -154,16 +149,11 @@ class ScoringQueue:
     ) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease.
 
-        Args:
-            holder: the reward worker.
-            credits_left: how many it can take on.
-            now_s: the time.
-            siblings_of: returns all siblings of a group, and none before all are generated. If
-                given, groups are granted whole or not at all, with siblings that have their reward
-                already; a first group may be larger than the credits.
-            own_only: grant a generator what it delivered itself, and nothing else.
-            size_of: returns bytes of a trajectory. All that is granted has MAX_GRANTED_BYTES at
-                most, unless the first one alone has more.
+        With ``siblings_of``, which returns no siblings of a group before all are generated, groups
+        are granted whole or not at all, with siblings that have their reward already; a first group
+        may be larger than the credits. With ``own_only`` a generator is granted its own answers
+        alone. Together all granted have MAX_GRANTED_BYTES at most, unless the first one alone has
+        more.
         """
         name = name_of(holder)
         queued: Iterable[TrajectoryKey] = self._waiting

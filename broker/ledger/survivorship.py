@@ -35,11 +35,11 @@ def survivorship_of(
     """Return the share of answers dropped for their age, by length.
 
     Args:
-        lengths: by fate (trained, or a reason to drop), trajectories by bucket.
-        cancelled: by reason, siblings that were not finished when their group was dropped. They
-            count to the longest quarter: an answer still being written when its group is too old
-            is longer than a finished one.
-        drops: whether the run drops by age; decides which setting is to be changed.
+        lengths: Trajectories by bucket, by fate (trained, or a reason to drop).
+        cancelled: Unfinished siblings of dropped groups, by reason. They count to the longest
+            quarter: an answer still being written when its group is too old is longer than a
+            finished one.
+        drops: True if the run drops by age; decides which setting is to be changed.
     """
     all_lengths: Counter[int] = Counter()
     aged: Counter[int] = Counter()

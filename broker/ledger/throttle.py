@@ -58,10 +58,6 @@ class StalenessTarget:
         """Return how many times its target a learner step's figure is; None without a figure.
 
         Of a p95 it is the share of tokens beyond the target over the 5% that may be.
-
-        Args:
-            staleness: in learner steps -> trained tokens.
-            metrics: of the learner step.
         """
         if self.mismatch_kl is not None:
             found = metrics.get("staleness/mismatch_kl")
@@ -105,13 +101,7 @@ class StalenessController:
     def __init__(
         self, target: StalenessTarget, bound: StalenessBound, *, max_in_flight: int
     ) -> None:
-        """Begin with what the bound allows.
-
-        Args:
-            target: what is to be held.
-            bound: of the run.
-            max_in_flight: groups; broker.max_in_flight.
-        """
+        """Begin with what the bound allows."""
         self.target = target
         self._size, self._bound = bound.groups_per_step, bound.max_staleness_steps
         allowed = (self._bound + 1) * self._size if bound.reserves else max_in_flight
@@ -148,10 +138,7 @@ class StalenessController:
     ) -> Throttle:
         """Return what is in force after a learner step.
 
-        Args:
-            step: learner steps completed.
-            staleness: of the step's tokens, in learner steps -> tokens.
-            metrics: of the step.
+        ``staleness`` are the step's tokens by staleness in learner steps.
         """
         excess = self.target.excess(staleness, metrics)
         if excess is None or step < self._waits_until:

@@ -53,11 +53,11 @@ class Training:
         A learner takes over once in its life: a repeated request returns its epoch.
 
         Args:
-            step: learner steps completed in its weights.
-            checkpoint: that it holds, for the record.
-            learner: its incarnation.
-            held: the version of that checkpoint; None for the weights that the run started with.
-            remember: takes the epoch before anything changes.
+            step: Learner steps completed in its weights.
+            checkpoint: Its checkpoint, for the record.
+            learner: Its incarnation.
+            held: Version of that checkpoint; None for the weights that the run started with.
+            remember: Takes the epoch before anything changes.
 
         Raises:
             RefusedError: this run cannot resume from that step, or had other weights
@@ -132,11 +132,7 @@ class Training:
                 self._decisions.drop(group, "orphaned")
 
     def leave(self, *, is_stopped: bool = False) -> None:
-        """Record that the learner ends in order.
-
-        Args:
-            is_stopped: it was asked to; else it has nothing left to do where the run is complete.
-        """
+        """Record that a learner has ended; one that was not stopped, only of a complete run."""
         self._holds()
         if not is_stopped and self._book.finished and not self._book.state.learner_left:
             self._decisions.record(LearnerLeft())
@@ -148,9 +144,7 @@ class Training:
 
         A repeated request for a step gets the same batch.
 
-        Args:
-            version: the learner's own.
-            step: its next step, or the one after it; None is the next.
+        The learner asks for its next step (None), or the one after it, with its own version.
         """
         book, state = self._book, self._book.state
         if version.next() == book.version and step == book.step:

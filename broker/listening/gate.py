@@ -50,9 +50,9 @@ def limit_of(share: float, *, most: int = _MOST_CONNECTIONS, setting: str = "") 
     Shares of what one process listens at are less than one together: the rest is for all else.
 
     Args:
-        share: of the descriptors.
-        most: connections, however many descriptors there are.
-        setting: whose value ``most`` is; empty is a constant.
+        share: Share of the descriptors.
+        most: Most connections, however many descriptors there are.
+        setting: Setting with the value ``most``; empty for a constant.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared = most if soft == resource.RLIM_INFINITY else max(1, int(soft * share))

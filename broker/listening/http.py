@@ -61,12 +61,12 @@ class HttpServer:
         """Prepare; ``open`` listens.
 
         Args:
-            app: checks the keys.
-            limit: of connections in all; further ones are closed.
-            what: it is, for logs.
-            idle_s: a connection that asks nothing for this long is closed.
-            shutdown_s: for answers under way when it closes.
-            cancels: a client that goes away cancels its request.
+            app: Application that checks the keys.
+            limit: Most connections in all; further ones are closed.
+            what: Name of the server in logs.
+            idle_s: Time without a request until a connection is closed.
+            shutdown_s: Time for answers under way when it closes.
+            cancels: True if a client that goes away cancels its request.
         """
         self.limit = limit
         self.names: frozenset[str] = frozenset()  # host names of requests, besides the address

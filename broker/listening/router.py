@@ -41,13 +41,8 @@ class ListeningRouter(Generic[S]):
     ) -> None:
         """Listen.
 
-        Args:
-            context: of the process.
-            endpoint: where clients connect.
-            setting: whose value that is, for errors.
-            limit: of connections; further ones wait.
-            max_frame_bytes: of a frame, also of a connection that has not proved its key.
-            prepare: sets what else the socket needs before it listens, such as the keys it takes.
+        ``prepare`` sets what else the socket needs before it listens, such as the keys it takes.
+        ``max_frame_bytes`` limits frames of every connection, with and without a key.
 
         Raises:
             ConfigError: the address cannot be listened at.

@@ -59,11 +59,8 @@ class MetricsFile:
     ) -> None:
         """Continue the file of a run.
 
-        Args:
-            path: of the file.
-            step: learner steps completed; lines of later ones are of an abandoned life and go.
-            evaluated: steps whose evaluation is complete; lines of other evaluations go.
-            now: clock in seconds.
+        Lines of learner steps after ``step`` are of an abandoned life and go, as do those of
+        evaluations that are not in ``evaluated``.
         """
         self._path = path
         self._now = now

@@ -83,13 +83,7 @@ class PublishHistory:
 def newest(
     records: Sequence[PublishRecord], *, most: int, most_members: int
 ) -> Sequence[PublishRecord]:
-    """Return the last records, at least one if there is any.
-
-    Args:
-        records: the newest last.
-        most: how many.
-        most_members: how many members they may have together.
-    """
+    """Return the last records, with at most so many members in all, but at least one record."""
     kept: deque[PublishRecord] = deque()
     for record in islice(reversed(records), most):
         named = (

@@ -439,9 +439,9 @@ def same_text(printed: str, expected: str, *, exact: bool = False) -> bool:
     """Compare what a program printed as judges do: by tokens, which white space separates.
 
     Args:
-        printed: by the program.
-        expected: of the test case.
-        exact: by lines instead, without white space at either end of a line or of the text.
+        printed: Output of the program.
+        expected: Text of the test case.
+        exact: Compare lines instead, without white space at either end of a line or of the text.
     """
     if exact:
         ours, theirs = ([line.strip() for line in text.split("\n")] for text in (printed, expected))
@@ -461,10 +461,7 @@ def _same_token(printed: str, expected: str) -> bool:
 def same_value(result: Any, expected: Any, *, exact: bool = False) -> bool:  # noqa: ANN401
     """Compare a result; some data sets wrap the expected value into a list of one.
 
-    Args:
-        result: of a function.
-        expected: of the test case.
-        exact: numbers with a fraction must be equal, too.
+    With ``exact`` numbers with a fraction must be equal, too.
     """
     same = operator.eq if exact else _same_inside
     wrapped = isinstance(expected, list) and len(expected) == 1

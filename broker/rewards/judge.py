@@ -83,7 +83,7 @@ class LlmJudge:
         r"""Keep the endpoint and its options.
 
         Args:
-            url: of the API, such as ``http://127.0.0.1:30000/v1``.
+            url: Base URL of the API, such as ``http://127.0.0.1:30000/v1``.
             model: its name there.
             template: text with ``{answer}`` and perhaps ``{question}``, ``{ground_truth}`` and
                 ``{scale}``.
@@ -92,8 +92,8 @@ class LlmJudge:
             api: POST to ``/chat/completions`` or to ``/completions``.
             api_key_file: file with a bearer token, readable by its owner only; not in the folder of
                 the run's keys, which is hidden from rewards.
-            timeout_s: for one question; keep it below reward.timeout_s.
-            max_tokens: of the reply.
+            timeout_s: Limit of one question; keep it below reward.timeout_s.
+            max_tokens: Limit of the reply.
             extra: further fields of the request, such as ``{temperature = 0.3}``.
 
         Raises:

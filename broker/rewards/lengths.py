@@ -44,7 +44,8 @@ def overlong(
 
     Args:
         transcript: the answer.
-        max_tokens: where the penalty is full; at most sampling.max_response_tokens, or it never is.
+        max_tokens: Length with the full penalty; at most sampling.max_response_tokens, or it is
+            never reached.
         cache_tokens: it grows over this many tokens before that.
         factor: the full penalty.
 

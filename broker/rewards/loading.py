@@ -43,9 +43,9 @@ def load_function(
     """Return the reward that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
 
     Args:
-        name: of a function or class; the folder of a file is put on ``sys.path``.
+        name: Name of a function or class; the folder of a file is put on ``sys.path``.
         options: keyword arguments of the function, or of the class.
-        setting: that holds name and options, for messages.
+        setting: Setting with name and options, for messages.
         offered: further arguments, passed where the function names them.
 
     Raises:

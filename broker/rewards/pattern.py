@@ -33,7 +33,7 @@ class Pattern:
         """Compile.
 
         Args:
-            pattern: of the module re.
+            pattern: Expression of the module re.
             mode: anywhere in the answer, or all of it.
             ignore_case: upper and lower case are the same.
             dot_all: a dot matches line breaks too.

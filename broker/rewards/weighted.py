@@ -74,7 +74,7 @@ class Weighted:
         """Load the parts.
 
         Args:
-            parts: by name: function, weight (1.0) and options.
+            parts: Tables by name: function, weight (1.0) and options.
             shaping: names of parts that are penalties or the like.
             sandbox: reward.sandbox, for parts that run code.
 

@@ -121,12 +121,7 @@ class GenerationHandler:
 
 
 def most_bytes(header: TrajectoryHeader, max_token_bytes: int) -> dict[str, int]:
-    """Return the most bytes of each frame of a trajectory with this header. Pure.
-
-    Args:
-        header: of the trajectory.
-        max_token_bytes: of a token in a payload.
-    """
+    """Return the most bytes of each frame of a trajectory with this header. Pure."""
     # What an environment asked first is in the response, and so are names of roles.
     response = _HEAD_BYTES + header.num_tokens * MAX_TEXT_BYTES
     return {

@@ -137,12 +137,12 @@ class BrokerServer:
         """Answer requests until cancelled.
 
         Args:
-            context: of the process.
-            endpoint: a Unix socket in a private folder.
-            listen: an address for other hosts, where clients have to prove a key.
-            key: of the broker, for that address.
-            max_connections: from other hosts at a time; as many as a share of the descriptors that
-                this process may open, if that is less.
+            context: Context of the process.
+            endpoint: Unix socket in a private folder.
+            listen: Address for other hosts, where clients have to prove a key.
+            key: Key of the broker at that address.
+            max_connections: Most connections from other hosts at a time; fewer if that is a share
+                of the descriptors.
 
         Raises:
             ConfigError: an address cannot be listened at.

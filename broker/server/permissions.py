@@ -47,11 +47,8 @@ def may_send(
 ) -> bool:
     """True if a request is accepted from this role.
 
-    Args:
-        role: of the client.
-        request: of the client.
-        scores_inline: generators score what they deliver (reward.inline).
-        environment_scores: an environment, which they run, may give a reward.
+    Generators may send scores with ``scores_inline`` (reward.inline), and together with a
+    trajectory if an environment may give a reward.
     """
     if role == "generator":
         if isinstance(request, broker.SubmitTrajectory) and request.score is not None:

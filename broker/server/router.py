@@ -58,12 +58,8 @@ class EventLoopRouter:
     ) -> None:
         """Bind a socket.
 
-        Args:
-            context: of the process.
-            endpoint: where clients connect.
-            on_message: is given each message without its routing id.
-            secret_key: of the broker; if given, connections have to prove a key of their own.
-            limit: of connections; further ones wait.
+        ``on_message`` gets each message without its routing id. With a ``secret_key`` connections
+        have to prove a key of their own.
 
         Raises:
             ConfigError: the address cannot be listened at.

@@ -53,13 +53,8 @@ class Sessions:
     ) -> None:
         """Make an empty list.
 
-        Args:
-            key_of: returns the holder of a public key; None if unknown or revoked.
-            is_there: True if a connection is up.
-            may_come_back: True if another holder than this one had a name before this broker,
-                and may still reconnect.
-            now: returns the time.
-            max_clients: number with one key, or on the Unix socket.
+        ``may_come_back`` returns True if another holder than this one had a name before this
+        broker, and may still reconnect.
         """
         self._max_clients = max_clients
         self._may_come_back = may_come_back

@@ -61,10 +61,7 @@ class CountedTrail(Trail):
     ) -> None:
         """Continue to count, and hand events to ``trail``.
 
-        Args:
-            path: of the file.
-            trail: that keeps them.
-            sync: puts a file on disk, on a thread of its own, about once a second.
+        ``sync`` puts a file on disk, on a thread of its own, about once a second.
 
         Raises:
             ConfigError: the file holds no number, or cannot be read or written.

@@ -51,11 +51,7 @@ class LedgerWriter:
     ) -> None:
         """Store events; ``then`` is called when these and all before them are durable.
 
-        Args:
-            events: that the state has already taken in.
-            put: payloads that came with them.
-            released: payloads no longer needed.
-            then: at once, if there is nothing to wait for.
+        The state has taken the events in already; ``released`` payloads are no longer needed.
         """
         if not (events or put or released):
             if then is None:

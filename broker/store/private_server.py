@@ -148,9 +148,6 @@ class RedisServer:
     async def keep_alive(self, *, outage_s: float) -> None:
         """Start the server again whenever it ends; runs until cancelled, on the main thread.
 
-        Args:
-            outage_s: how long the server may be away, or come and go.
-
         Raises:
             ChildDiedError: it could not be kept up.
             ConfigError: because the disk is full, or another server took the folder.

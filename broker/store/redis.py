@@ -108,14 +108,8 @@ class RedisStore:
     ) -> "RedisStore":
         """Return a store on a server that answers.
 
-        Args:
-            url: redis://, rediss:// or unix://.
-            run_name: other runs on this server do not see this one.
-            username: of an ACL user; None is the server's default one.
-            password: of that user.
-            ca_file: certificates that a rediss:// server must be signed by.
-            outage_s: how long an operation waits for a server that went away.
-            socket_timeout_s: a server silent for this long went away.
+        ``ca_file`` has the certificates that a rediss:// server must be signed by. An operation
+        waits ``outage_s`` for a server that went away, such as one silent for ``socket_timeout_s``.
 
         Raises:
             ConfigError: nothing answers at ``broker.redis.url``, or it is no URL of a Redis.

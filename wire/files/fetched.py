@@ -71,9 +71,7 @@ def is_fetched(text: str, expected: str = "") -> bool:
 def found_model(fetch: Fetch, *, with_weights: bool) -> Path:
     """Return the folder of a model, as it is; that of a URL or of the hub is fetched.
 
-    Args:
-        fetch: a URL, a name on the hub, or a path.
-        with_weights: of what is fetched too, where config and tokenizer are all there is otherwise.
+    Without ``with_weights`` config and tokenizer are all that is fetched.
 
     Raises:
         ConfigError: it cannot be fetched.

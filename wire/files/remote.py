@@ -49,11 +49,7 @@ class RemoteFolder:
     """The objects under one URL."""
 
     def __init__(self, url: str, setting: str) -> None:
-        """Find the driver; nothing is requested yet.
-
-        Args:
-            url: of a folder, or of a single object to read.
-            setting: that names it, for errors.
+        """Find the driver of a folder, or of a single object to read; nothing is requested yet.
 
         Raises:
             ConfigError: it may hold a secret, or there is no driver for it.
@@ -95,11 +91,7 @@ class RemoteFolder:
         return sorted(files)
 
     def fetch(self, targets: Mapping[str, Path], *, total: int) -> None:
-        """Download objects, several at a time where the driver can.
-
-        Args:
-            targets: local path of each, by name as listed.
-            total: bytes of all of them, for the log.
+        """Download objects to local paths, several at a time where the driver can.
 
         Raises:
             StorageError: one could not be downloaded.

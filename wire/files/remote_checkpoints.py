@@ -115,10 +115,8 @@ class RemoteCheckpoints:
     def upload(self, checkpoint: Path, info: CheckpointInfo, known: Manifest | None) -> Manifest:
         """Upload a checkpoint that is complete; one that is there already is not sent again.
 
-        Args:
-            checkpoint: its folder, whose files may be removed or replaced meanwhile.
-            info: of it.
-            known: its manifest, if there is one of this version.
+        ``known`` is the manifest of this version, if there is one. Files of the checkpoint may be
+        removed or replaced meanwhile.
 
         Raises:
             StorageError: it is not there in whole.

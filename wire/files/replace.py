@@ -26,10 +26,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
 def replacing_file(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file that takes the place of ``path`` when the block ends, unless it raises.
 
-    Args:
-        path: of the file; one process writes it at a time.
-        durable: it is on disk once the block has ended.
-        mode: of the file, before the umask.
+    One process writes the file at a time. If ``durable``, it is on disk once the block has ended.
     """
     unfinished = _beside(path, _UNFINISHED)
     unfinished.unlink(missing_ok=True)  # left by a writer that was killed
@@ -52,10 +49,7 @@ def replacing_file(path: Path, *, durable: bool = True, mode: int = 0o666) -> It
 def replacing_folder(folder: Path, *, durable: bool = True, mode: int = 0o777) -> Iterator[Path]:
     """Make a folder that takes the place of ``folder`` when the block ends, unless it raises.
 
-    Args:
-        folder: to be replaced, or made; one process writes it at a time.
-        durable: it is on disk once the block has ended.
-        mode: of the folder, before the umask.
+    One process writes the folder at a time. If ``durable``, it is on disk once the block has ended.
     """
     unfinished = _beside(folder, _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a writer that was killed

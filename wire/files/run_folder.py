@@ -36,11 +36,7 @@ def answers_files(run_folder: Path) -> dict[int, Path]:
 
 
 def newest_run(runs: Path, holding: Path | str = SETTINGS) -> Path:
-    """Return the run folder in which a file of a kind was written last.
-
-    Args:
-        runs: the folder of all runs.
-        holding: the file, or a pattern of several, within a run folder.
+    """Return the run folder in which a file, or one of a pattern, was written last.
 
     Raises:
         ConfigError: no run has any.

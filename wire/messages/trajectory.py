@@ -257,13 +257,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def transcript_of(
     header: TrajectoryHeader, prompt: Prompt, response: str, replies: tuple[str, ...] = ()
 ) -> Transcript:
-    """Return a trajectory's transcript for a reward function.
-
-    Args:
-        header: of the trajectory.
-        prompt: that it began with.
-        response: the text of all that followed.
-        replies: the text of each of the header's turns, where it names any.
+    """Return a trajectory's transcript for a reward function; replies are the texts of its turns.
 
     Raises:
         ValueError: there are not as many replies as turns.

@@ -108,11 +108,7 @@ def weight_names(
 ) -> list[str]:
     """Return the names of the files with a model's weights: one, or those that its index names.
 
-    Args:
-        listed: names of all its files, wherever they are.
-        index: file with the index, if that is listed.
-        place: where they are, for errors.
-        setting: that names them.
+    ``listed`` are the names of all its files; the index is read if it is listed.
 
     Raises:
         ConfigError: there are none, or the index is none or names a file that is not listed.

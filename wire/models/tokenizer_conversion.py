@@ -47,9 +47,9 @@ def convert_tokenizer(source: Path, folder: Path, setting: str) -> None:
     Where it replaces code of the model's, tokenizer_config.json no longer names that code.
 
     Args:
-        source: file of the model's folder, beside config.json.
-        folder: a copy, of the small files at least.
-        setting: that names the model's folder, for errors.
+        source: File of the model's folder, next to config.json.
+        folder: Copy of the model's folder, at least of the small files.
+        setting: Setting with the model's folder, for errors.
 
     Raises:
         ConfigError: a library is missing, transformers cannot convert it, or does so otherwise

@@ -14,10 +14,7 @@ _SETTING = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[A-Za-z0-9_\-]+)+")
 def with_place(message: str, path: Path | None, overrides: Sequence[str] = ()) -> str:
     """Return a message with the place of the first setting in it that somebody wrote.
 
-    Args:
-        message: names settings as ``section.key``.
-        path: of the settings file, if there is one.
-        overrides: of the command line, ``section.key=value``; they win over the file.
+    Overrides of the command line win over the file.
     """
     text = ""
     if path is not None:

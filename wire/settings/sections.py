@@ -459,9 +459,7 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
 
     One without tokenizer.json is a copy with a converted tokenizer.
 
-    Args:
-        run: that names it.
-        with_weights: of what is fetched too, where config and tokenizer are all there is otherwise.
+    Without ``with_weights`` config and tokenizer are all that is fetched.
 
     Raises:
         ConfigError: run.model is not set, is no Hugging Face folder, cannot be fetched, has a

@@ -29,11 +29,7 @@ def wrong_value(
 ) -> str:
     """Return what is wrong with a section that cannot be decoded.
 
-    Args:
-        values: of the section, as TOML gave them.
-        kind: what it must be.
-        where: its name.
-        error: the decoder's own words, for what is none of single values.
+    ``error`` is the text of the decoder, for errors that are not about single values.
     """
     for name, value, hint in _leaves(values, kind, where):
         try:

@@ -38,7 +38,7 @@ def difference_of_means(
         a: mean reward by problem; not empty.
         b: the same of the other run.
         resamples: how often problems are drawn, with replacement.
-        seed: of the draws; the same scores give the same interval.
+        seed: Seed of the draws; the same scores give the same interval.
     """
     rng = np.random.default_rng(seed)
     left = np.array(list(a.values()), dtype=np.float64)

@@ -44,9 +44,7 @@ class Overlay:
 def smoothed(values: Numbers, weight: float) -> Numbers:
     """Return the exponential moving average, without the pull of its start towards 0.
 
-    Args:
-        values: [N], all known.
-        weight: of what was before, 0 (as it is) up to less than 1.
+    The weight of earlier values is 0 (no smoothing) up to less than 1; all values are known.
     """
     if weight <= 0.0:
         return values
@@ -72,12 +70,7 @@ def overlaid(
     Up to ``max_points`` different places are kept as they are; of more, neighbors become one, at
     the last place of them: their mean, or the largest of a figure that is a maximum.
 
-    Args:
-        name: of the figure.
-        curves: by run.
-        axis: of the places.
-        weight: of the smoothing; 0 is none, and otherwise each run has a second column with it.
-        max_points: M at most.
+    With a ``weight`` of smoothing each run has a second, smoothed column.
     """
     parts = {run: curve.over(axis) for run, curve in curves.items()}
     every = np.concatenate([places for places, _ in parts.values()] or [np.empty(0)])

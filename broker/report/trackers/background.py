@@ -28,10 +28,7 @@ class BackgroundTrackers:
     ) -> None:
         """Start the thread.
 
-        Args:
-            trackers: that get points.
-            logged: what earlier lives of the run handed to them.
-            write: puts down what was; before a point is handed over, so that none comes twice.
+        ``write`` puts down each point before it is handed over, so that none comes twice.
         """
         self._trackers = trackers
         self._logged = logged or Logged()

@@ -22,11 +22,7 @@ class TensorBoardTracker:
     ) -> None:
         """Start an event file.
 
-        Args:
-            folder: of TensorBoard.
-            resumed_at: the newest step that earlier lives of the run logged; what their files have
-                beyond it is hidden. None leaves all of it.
-            evaluated: steps whose evaluation they logged.
+        Points that earlier lives logged after ``resumed_at`` are hidden; None leaves all of them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._events = EventFileWriter(str(folder))

@@ -113,9 +113,7 @@ def layer_of(name: str) -> int:
 def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
     """Return the place of any family's tensor in SGLang; an unknown one is unchanged.
 
-    Args:
-        name: of the Hugging Face tensor.
-        beside: the names of all tensors of the model.
+    Other tensors of the model decide whether it is fused.
     """
     found = _HF_LAYER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
