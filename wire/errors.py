@@ -78,6 +78,6 @@ class PublishError(SlipstreamError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the first line of an error, with its kind if it is none of ours."""
+    """Return the first line of an error, with its kind if it is no SlipstreamError."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"

@@ -24,7 +24,7 @@ WINDOW_STEPS = 5  # it doubles until this many learner steps fit: a pool waits w
 WINDOW_ROWS = 5  # and this many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
-NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
+NUM_WINDOWS = 5  # windows, the newest and earlier ones, one must have passed the limit
 KEEPS = 0.8  # share of its limit, below which a measure counts as recovered
 
 

@@ -168,7 +168,7 @@ def csv_of(name: str, curves: dict[str, Curve], weight: float) -> str:
 
 
 def cell(value: float) -> str:
-    """Return a figure as a cell of CSV; empty where there is none."""
+    """Return a figure as a cell of CSV, empty if unknown."""
     if not math.isfinite(value):
         return ""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)

@@ -56,7 +56,7 @@ class PageAccess:
 
 
 def _kept_token(folder: Path) -> str:
-    """Return the token that is kept; empty if there is none, or others could read it."""
+    """Return the token that is kept; empty without one, or if others could read it."""
     path = folder / PAGE_TOKEN
     try:
         text = "" if path.stat().st_mode & _OTHERS else path.read_text("ascii").strip()

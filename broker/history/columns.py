@@ -109,7 +109,7 @@ def write_state(path: Path, state: StoredState) -> None:
 
 
 def read_state(path: Path) -> StoredState | None:
-    """Return the state in a file; None if there is none that can be read."""
+    """Return the state in a file, or None if it cannot be read."""
     try:
         return _decode(path)
     except (OSError, *UNREADABLE):

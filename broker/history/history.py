@@ -105,7 +105,7 @@ class RunHistory:
         return self._time.num_bytes + self._steps.num_bytes
 
     def newest_point(self) -> Row:
-        """Return the newest sample, with its ``at_s``; empty if there is none."""
+        """Return the newest sample, with its ``at_s``, or an empty row."""
         if not len(self._time):
             return {}
         return {"at_s": float(self._time.keys[-1]), **self._time.row(-1)}

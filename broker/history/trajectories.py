@@ -114,7 +114,7 @@ class Sibling(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one recorded trajectory; ``found`` is False if there is none."""
+    """Everything about one recorded trajectory; ``found`` is False without a record."""
 
     found: bool
     step: int = -1

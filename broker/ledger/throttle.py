@@ -128,7 +128,7 @@ class StalenessController:
         return self._mean
 
     def went_back(self, step: int) -> None:
-        """A learner goes on from an earlier step: what is in force stays."""
+        """Keep what is in force for a learner that resumes from an earlier step."""
         self._waits_until = step + self._bound + 2  # batches of before are trained again
         self._most_until = min(self._most_until, step + self._pause)
         self._mean, self._num_seen = None, 0

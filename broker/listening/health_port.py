@@ -53,7 +53,7 @@ def serving(health: Health, port: int) -> Iterator[None]:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True  # after a connection that has just ended, never beside a listener
+    allow_reuse_address = True  # after a connection that has just ended, never a second listener
     daemon_threads = True
     request_queue_size = _MAX_EXCHANGES
 

@@ -41,7 +41,7 @@ def reachable(host: str) -> str:
 
 
 def name_of(authority: str) -> str:
-    """Return the name in a Host header, as ``plain`` writes it; empty if it is none."""
+    """Return the name in a Host header, as ``plain`` writes it; empty if that is not a name."""
     if not authority or set(authority) & set("/\\@?#%"):
         return ""
     try:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def bearer(request: web.Request) -> str:
-    """Return the key in the head of a request; empty if there is none."""
+    """Return the key in the head of a request, or an empty one."""
     return request.headers.get("Authorization", "").removeprefix(_BEARER)
 
 
@@ -41,7 +41,7 @@ def is_key(given: str, key: str) -> bool:
 
 
 def holder_of(given: str, keys: Iterable[str]) -> str:
-    """Return the key that was given; empty if it is none of these."""
+    """Return the key that was given; empty if it is not one of these."""
     return next((key for key in keys if is_key(given, key)), "")
 
 
@@ -181,7 +181,7 @@ class HttpServer:
 
 
 async def _hang_up(_request: web.Request, response: web.StreamResponse) -> None:
-    """Hang up on who may have shown no key."""
+    """Hang up on a client that may have shown no key."""
     if response.status in _LAST:
         response.force_close()
 

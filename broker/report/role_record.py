@@ -14,7 +14,7 @@ class RoleRecord:
     hello: Hello
     since_s: float
     last_message_s: float
-    has_left: bool = False  # said Goodbye
+    has_left: bool = False  # sent Goodbye
     tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
 

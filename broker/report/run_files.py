@@ -249,7 +249,7 @@ def _full_disk_tolerated(what: str) -> Iterator[None]:
 
 
 def last_recorded(path: Path) -> int:
-    """Return the newest step whose batch a file holds; -1 if there is none."""
+    """Return the newest step whose batch a file holds, or -1."""
     return max(read_steps(path), default=-1) if path.exists() else -1
 
 

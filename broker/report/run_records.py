@@ -1,4 +1,4 @@
-"""Records of a run beside the ledger."""
+"""Records of a run apart from the ledger."""
 
 from collections.abc import Mapping, Sequence
 

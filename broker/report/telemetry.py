@@ -86,7 +86,7 @@ class Telemetry:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
     def left(self, name: str) -> None:
-        """A role said that it leaves."""
+        """Note that a role leaves."""
         if (record := self._roles.get(name)) is not None:
             record.has_left = True
 

@@ -117,7 +117,7 @@ class AnswerProcess:
         self.names: list[str] = []
 
     def begin_test(self) -> None:
-        """Start the clock of a test, and the process where there is none."""
+        """Start the clock of a test, and the process if it does not run."""
         if not self._pid:
             self._start()
             self._set_clock(self._test_s + _LOAD_S)

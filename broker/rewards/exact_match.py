@@ -6,10 +6,10 @@ from slipstream.broker.rewards.sdk import Prompt, Transcript, reads, reward, tru
 
 
 def read_texts(prompt: Prompt) -> list[str]:
-    """Return the texts of which any is right.
+    """Return the texts that are right.
 
     Raises:
-        ValueError: there is none, or one is empty.
+        ValueError: the list is empty, or one of its texts.
     """
     truth = truth_of(prompt)
     truths = truth if isinstance(truth, list | tuple) else [truth]
@@ -24,8 +24,7 @@ def read_texts(prompt: Prompt) -> list[str]:
 def score(transcript: Transcript) -> float:
     """Compare after stripping white space at both ends.
 
-    A list of truths holds answers of which any is right. A number or an object is compared as
-    JSON writes it.
+    Any answer of a list of truths is right. A number or an object is compared as JSON writes it.
 
     Example: an answer of `` 122`` is right where ``ground_truth`` is ``122``, ``"122"`` or
     ``["122", "one"]``.

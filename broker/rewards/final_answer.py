@@ -1,6 +1,6 @@
 r"""Pure: finds the final answer in a model's text, for all rewards alike (docs/rewards.md).
 
-It stands after the thought, and is what a mark encloses: ``\boxed{}``, ``<answer>`` tags, or
+It follows the thought, and is what a mark encloses: ``\boxed{}``, ``<answer>`` tags, or
 ``####`` before it on its line. A program is a block of code between fences.
 """
 
@@ -93,7 +93,7 @@ class _Block(NamedTuple):
 def find_program(
     text: str, wanted: AbstractSet[str] = frozenset(), *, reads_input: bool = False
 ) -> str | None:
-    """Return the block of code that is the answer; None where there is none between fences.
+    """Return the block of code that is the answer; None without code between fences.
 
     Blocks in the last closed ``<answer>`` go before others. It is the one that defines most of the
     names that tests take of it, or that reads its input, else one that is marked as Python, else
@@ -159,7 +159,7 @@ def _unquoted(line: str, most: int | None = None) -> tuple[str, int]:
 
 
 def _before_closing(line: str, fence: str, most_columns: int) -> str | None:
-    """Return what stands before a closing fence; None where the line closes nothing."""
+    """Return the text before a closing fence; None if the line closes nothing."""
     code, closed, rest = line.partition(fence)
     rest = rest.lstrip(fence[0])
     if not code.strip():

@@ -71,7 +71,7 @@ class _TooLong(BaseException):
 
 
 def read_truths(prompt: Prompt) -> list[list[Any]]:
-    """Return the ground truths of a row, of which any is right, as math-verify reads them.
+    """Return the ground truths of a row, each of them right, as math-verify reads them.
 
     Raises:
         ValueError: one holds no mathematics, or cannot be read in time.
@@ -111,8 +111,8 @@ def score(
     evaluation does not let itself be stopped, reward.timeout_s ends it.
 
     Args:
-        transcript: ``prompt.ground_truth`` is a number, LaTeX with or without ``$``, or a list of
-            such, of which any is right.
+        transcript: ``prompt.ground_truth`` is a number, LaTeX with or without ``$``, or a list
+            with several right ones.
         limit_s: CPU seconds to parse and compare, so that a busy machine makes no right answer
             wrong; kept on the main thread, where the answers are scored.
         max_characters: a longer marked answer is wrong; so much of the end of one without a mark is

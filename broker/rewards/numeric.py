@@ -72,7 +72,7 @@ def score(
         absolute: allowed error; the larger of both counts.
         percent: the value of ``50%`` where only one of both numbers has the sign: 50 or 0.5
             (``either``), 50 (``ignored``) or 0.5 (``hundredth``).
-        require_mark: a number that is not marked as the answer is none.
+        require_mark: only a number that is marked as the answer counts.
 
     Raises:
         Unavailable: the row has no ``ground_truth``.
@@ -125,7 +125,7 @@ def _expected(text: str) -> Number | None:
 
 
 def _readings(given: Number, expected: Number, percent: Percent) -> list[tuple[Fraction, Fraction]]:
-    """Return the pairs of values of which one must be close."""
+    """Return the pairs of values; one pair must be close."""
     as_they_are = (given.value, expected.value)
     if given.is_percent == expected.is_percent or percent == "ignored":
         return [as_they_are]

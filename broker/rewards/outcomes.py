@@ -56,7 +56,7 @@ class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of one answer: a reward, or the reason why there is none."""
+    """Outcome of one answer: a reward, or the reason for its absence."""
 
     reward: Reward | None = None
     unavailable: Text = ""
@@ -133,7 +133,7 @@ def outcomes_of(results: object, num_turns: Sequence[int]) -> list[RewardOutcome
 
 
 def _listed(values: object, most: int) -> list[object] | None:
-    """Return the first values of a list, which may never end; None for what is none."""
+    """Return the first values of a list, which may never end; None for anything else."""
     if isinstance(values, Mapping | str | bytes) or not hasattr(values, "__iter__"):
         return None
     return list(islice(values, most))

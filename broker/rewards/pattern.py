@@ -39,7 +39,7 @@ class Pattern:
             dot_all: a dot matches line breaks too.
 
         Raises:
-            ValueError: the pattern or the mode is none.
+            ValueError: the pattern is no regular expression, or the mode is unknown.
         """
         if mode not in {"search", "fullmatch"}:
             raise ValueError(f"mode must be search or fullmatch, got {mode!r}")

@@ -127,7 +127,7 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
     """Make a key and authorize it; return the file to carry to the client's host.
 
     Raises:
-        ConfigError: there is a key of that name, or the name is none for a file.
+        ConfigError: there is a key of that name, or no file can have the name.
     """
     if _authorized(folder, name).exists():
         raise ConfigError(f"there is a key {name} already; revoke it first, or take another name")
@@ -142,7 +142,7 @@ def authorize(folder: Path, name: str, role: Role) -> ClientKey:
     """Make a key and authorize it in place of one of that name; its secret is in no file.
 
     Raises:
-        ConfigError: the name is none for a file, or there is no such role.
+        ConfigError: no file can have the name, or there is no such role.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(

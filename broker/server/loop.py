@@ -221,7 +221,7 @@ class BrokerServer:
     ) -> tuple[ClientSession | None, list[Frame]]:
         """Return the session of a message, the body of its request, and the frames attached to it.
 
-        The session is None without a hello on this connection.
+        A connection without a hello has no session.
 
         Raises:
             SlowDownError: the client exceeds its limits.

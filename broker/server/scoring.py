@@ -55,7 +55,7 @@ class ScoringHandler:
         return BrokerReply(Done())
 
     def take(self, session: ClientSession, score: Score) -> None:
-        """Take one score, or why there is none."""
+        """Take one score, or the reason for its absence."""
         group = self._leases.score(score, session.holder, now_s=self._now())
         if group is None:
             return

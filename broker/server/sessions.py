@@ -70,7 +70,7 @@ class Sessions:
         ] = {}  # sessions by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._num_of: Counter[Role] = Counter()
-        self._leaving: set[bytes] = set()  # tokens of those that said goodbye
+        self._leaving: set[bytes] = set()  # tokens of clients that sent Goodbye
         self._tokenizer: tuple[str, str] | None = None  # hash, and the first client that sent it
 
     def find(self, token: bytes, peer: Peer) -> ClientSession | None:
@@ -150,11 +150,11 @@ class Sessions:
         return session
 
     def num_of(self, role: Role) -> int:
-        """Return how many clients of a role there are that have not said goodbye."""
+        """Return the number of clients of a role that have not sent Goodbye."""
         return self._num_of[role]
 
     def leaves(self, session: ClientSession) -> None:
-        """A client said goodbye; its connection may still be up."""
+        """Note that a client sent Goodbye; its connection may still be up."""
         if session.token in self._by_token and session.token not in self._leaving:
             self._leaving.add(session.token)
             self._num_of[session.role] -= 1

@@ -150,7 +150,7 @@ class RedisStore:
                 async with asyncio.timeout(_SIGN_OF_LIFE_S):
                     await self._client.ping()
                 self._shows_life = True
-            except ResponseError:  # a user who may not ask: an answer all the same
+            except ResponseError:  # denied to this user, but an answer all the same
                 self._shows_life = True
             except (RedisError, OSError) as error:
                 _log.debug("no sign of life of Redis: %s", error)

@@ -11,7 +11,7 @@ def find_server(binary: Path | None = None) -> Path:
     """Return ``binary``, else redis-server or valkey-server on PATH, else the packaged one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no server is installed.
     """
     if binary is not None:
         if not os.access(binary, os.X_OK):

@@ -81,7 +81,7 @@ class UploadState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_upload_state(folder: Path) -> UploadState | None:
-    """Return the content of RUN/checkpoints/upload.json, None if there is none that can be read."""
+    """Return the content of RUN/checkpoints/upload.json, or None if it cannot be read."""
     try:
         return msgspec.json.decode((folder / UPLOAD_FILE).read_bytes(), type=UploadState)
     except (OSError, *UNREADABLE) as error:
@@ -126,13 +126,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, None if there is none."""
+    """Return the newest complete checkpoint of a run, or None."""
     found = checkpoints_in(run_folder / "checkpoints")
     return found[-1] if found else None
 
 
 def best_checkpoint(run_folder: Path) -> Path | None:
-    """Return the checkpoint that best.json of a run names, None if there is none."""
+    """Return the checkpoint that best.json of a run names, or None."""
     folder = run_folder / "checkpoints"
     best = read_best(folder)
     path = folder / best.checkpoint if best is not None else None
@@ -140,7 +140,7 @@ def best_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """Return the content of RUN/checkpoints/best.json, None if there is none that can be read.
+    """Return the content of RUN/checkpoints/best.json, or None if it cannot be read.
 
     The next save writes it again: evaluations stand in the checkpoints.
     """

@@ -103,7 +103,7 @@ def fetched_model(fetch: Fetch, *, with_weights: bool) -> Path:
     Files below the folder, but for chat templates, and those that no role reads are not fetched.
 
     Raises:
-        ConfigError: there is none, it has changed, or it cannot be fetched or kept.
+        ConfigError: it does not exist, has changed, or cannot be fetched or kept.
     """
     return _fetched(fetch, is_model=True, with_weights=with_weights)
 
@@ -191,7 +191,7 @@ def fetched_file(fetch: Fetch) -> Path:
     """Return the copy of a file, under its own name.
 
     Raises:
-        ConfigError: there is none, it has changed, or it cannot be fetched or kept.
+        ConfigError: it does not exist, has changed, or cannot be fetched or kept.
     """
     return _fetched(fetch, is_model=False) / PurePosixPath(fetch.url).name
 

@@ -196,7 +196,7 @@ def _progress(url: str, targets: Collection[Path], total: int) -> Iterator[None]
 
 
 def refuse_unusable(url: str, setting: str) -> None:
-    """Refuse a URL that is none of ours, or that may hold a secret.
+    """Refuse a URL of an unknown kind, or one that may hold a secret.
 
     Raises:
         ConfigError: naming the setting, but not the secret.

@@ -82,7 +82,7 @@ class RemoteCheckpoints:
         self._remote = RemoteFolder(url, setting)
 
     def known(self) -> list[Manifest]:
-        """Return the complete checkpoints, the newest last; what is none is logged and left out.
+        """Return the complete checkpoints, the newest last; others are logged and left out.
 
         Raises:
             StorageError: they cannot be listed or read.

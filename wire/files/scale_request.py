@@ -34,7 +34,7 @@ def write_request(folder: Path, request: ScaleRequest) -> None:
 
 
 def take_request(folder: Path) -> ScaleRequest | None:
-    """Return the request, which is removed; None if there is none that can be read."""
+    """Return the request, or None if none can be read, and remove it."""
     path = folder / _REQUEST
     try:
         text = path.read_bytes()
@@ -54,7 +54,7 @@ def write_answer(folder: Path, answer: ScaleAnswer) -> None:
 
 
 def read_answer(folder: Path, request_id: str) -> ScaleAnswer | None:
-    """Return the answer to a request; None as long as there is none."""
+    """Return the answer to a request, or None until it is written."""
     try:
         answer = msgspec.json.decode((folder / _ANSWER).read_bytes(), type=ScaleAnswer)
     except (OSError, *UNREADABLE):

@@ -11,7 +11,7 @@ from slipstream.wire.unreadable import UNREADABLE
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """The decoded part of a row of which only the step is needed."""
+    """The step of a row, without decoding the rest."""
 
     step: int
 

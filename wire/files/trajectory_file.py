@@ -44,7 +44,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StepOfGroup(msgspec.Struct, frozen=True):
-    """The decoded part of a record of which only the step is needed."""
+    """The step of a record, without decoding the rest."""
 
     step: int
 

@@ -85,7 +85,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             )
 
     def _are_chosen(self, rising: list[int]) -> bool:
-        """Return whether the policy chose the tokens at these places, of which none is earlier."""
+        """Return whether the policy chose the tokens at these places, in rising order."""
         if not self.turns:
             return rising[-1] < self.num_tokens
         firsts = [turn.first_token for turn in self.turns]
@@ -153,7 +153,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an engine decided beside the tokens, for the learner to repeat; each part may be absent.
+    """Decisions of an engine about more than tokens, for the learner to repeat; any may be absent.
 
     Shapes: R tokens that the policy chose, K tokens kept for all of them, L layers with experts, of
     which E work on a token. Numbers are of the narrowest of uint8, uint16 and int32 that holds
@@ -250,7 +250,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """What the policy said, by turn; of one turn the response."""
+        """The texts of the policy by turn; with one turn, the response."""
         return self.replies or (self.response,)
 
 
@@ -281,7 +281,7 @@ NO_SCORING_LEASE = -1  # lease id of a score without a lease
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of scoring one trajectory: a reward, or why there is none."""
+    """The outcome of scoring one trajectory: a reward, or the reason for its absence."""
 
     group_id: Count
     sibling: Count

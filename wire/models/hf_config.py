@@ -16,7 +16,7 @@ from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_has
 from slipstream.wire.unreadable import UNREADABLE
 
 DEFAULT_ROPE_THETA = 10_000.0
-# Keys of a rotary embedding that its rule reads, beside those of all rules.
+# Keys of a rotary embedding that its rule reads, besides those of all rules.
 _SCALED = frozenset({"factor", "original_max_position_embeddings"})
 ROPE_RULES: Mapping[str, frozenset[str]] = {
     "default": frozenset(),

@@ -97,7 +97,7 @@ def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
     """Return the files with the weights of a folder, which a setting names.
 
     Raises:
-        ConfigError: there are none, or the index is none or names a file that is not beside it.
+        ConfigError: there are no weights, or the index is unreadable or names a missing file.
     """
     names = weight_names(names_in(folder), folder / WEIGHTS_INDEX, str(folder), setting)
     return [folder / name for name in names]
@@ -111,7 +111,7 @@ def weight_names(
     ``listed`` are the names of all its files; the index is read if it is listed.
 
     Raises:
-        ConfigError: there are none, or the index is none or names a file that is not listed.
+        ConfigError: there are no weights, or the index is unreadable or names a missing file.
     """
     if WEIGHTS in listed:
         return [WEIGHTS]
@@ -165,7 +165,7 @@ def as_exported(config: Mapping[str, Any], files: Container[str]) -> dict[str, A
     """Return a copied config of model or tokenizer, without what is not true of an export.
 
     Its weights are not quantized, and layers that predict further tokens are left out. Code that
-    ``auto_map`` names must be among the ``files`` beside it, or in another repository.
+    ``auto_map`` names must be among the ``files`` next to it, or in another repository.
     """
     exported = {key: value for key, value in config.items() if key != "quantization_config"}
     exported |= {

@@ -1,6 +1,6 @@
 """Makes the tokenizer.json of a tokenizer that is written otherwise, as transformers reads it.
 
-Code beside a model is read for the pattern that splits its texts, and never run.
+Code in the folder of a model is read for the pattern that splits its texts, and never run.
 """
 
 import ast
@@ -118,7 +118,7 @@ def _of_tiktoken(source: Path, config: Mapping[str, Any]) -> Any:  # noqa: ANN40
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the tokens beside those of tiktoken's file: number and facts, as of AddedToken.
+    """Return the tokens that tiktoken's file lacks: number and facts, as of AddedToken.
 
     Raises:
         ValueError: the end of an answer, or some such, is a token that no file gives a number.

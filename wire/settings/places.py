@@ -1,4 +1,4 @@
-"""Finds where a setting stands: its line in the file, or the command line."""
+"""Finds the place of a setting: its line in the file, or the command line."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def with_place(message: str, path: Path | None, overrides: Sequence[str] = ()) -
 
 
 def line_of(text: str, setting: str) -> int:
-    """Return the line of a TOML file on which a setting stands; 0: it does not."""
+    """Return the line of a setting in a TOML file, or 0."""
     section, found = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):

@@ -26,7 +26,7 @@ def parse_rendezvous(text: str, *, setting: str = "--rendezvous") -> Address:
     """Return the address in HOST:PORT or [IPV6]:PORT.
 
     Raises:
-        ConfigError: it is none, or it stands for every interface.
+        ConfigError: it is no address, or one for every interface.
     """
 
     def refuse(why: str) -> ConfigError:

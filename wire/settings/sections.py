@@ -474,7 +474,7 @@ def model_folder(run: RunSection, *, with_weights: bool = False) -> Path:
 
 
 def local_model(run: RunSection, name: str, setting: str, *, with_weights: bool = False) -> Path:
-    """Return the folder of a model beside the policy; that of a URL or of the hub is fetched.
+    """Return the folder of a model other than the policy; that of a URL or of the hub is fetched.
 
     Raises:
         ConfigError: it cannot be fetched.

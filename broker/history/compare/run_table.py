@@ -161,7 +161,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[list[bytes]]:
 
 
 def _decoded(lines: Iterable[bytes]) -> list[Row]:
-    """Return the rows of lines; what is none is left out."""
+    """Return the rows of lines, without lines that are no row."""
     rows: list[Row] = []
     for line in lines:
         with suppress(*UNREADABLE):

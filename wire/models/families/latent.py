@@ -1,4 +1,4 @@
-"""Latent attention (MLA), of which DeepSeek's families and their kin are made.
+"""Latent attention (MLA), as in DeepSeek's families and their kin.
 
 DeepSeek-AI 2024, "DeepSeek-V2" (arXiv:2405.04434), section 2.1: keys and values are expanded from
 a compressed vector of each token, and the channels that turn with the position are one key head

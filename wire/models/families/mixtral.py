@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention without a window, eight experts of which a token has two."""
+"""Mixtral: Mistral's attention without a window, eight experts, two for a token."""
 
 from slipstream.wire.models.families.tables import (
     ENDS,

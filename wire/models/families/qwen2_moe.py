@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: experts beside one that every token passes through a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: experts, and one more that every token passes through a gate."""
 
 from slipstream.wire.models.families.qwen2 import WINDOW_KEYS
 from slipstream.wire.models.families.tables import (

@@ -181,7 +181,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """True if some of its MLPs are experts, of which each token has some."""
+        """True if some of its MLPs are experts, each token with its own."""
         return bool(self.sparse)
 
     def layer_of(self, architecture: Architecture, number: int) -> dict[str, Parameter]:
