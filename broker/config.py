@@ -125,8 +125,6 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """Requests of one client in the long run; beyond it they are refused as slow_down."""
     listen: str = ""
     """Where roles on other hosts connect, tcp://ADDRESS:PORT; they need keys. Empty is nowhere."""
-    max_connections: AtLeast1 = 4096
-    """Connections from other hosts at a time, with and without a key; further ones wait."""
     keys: str = ""
     """Folder of the keys for that; empty is DIR/keys, which all runs share."""
     redis: RedisTable = RedisTable()

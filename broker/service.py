@@ -110,9 +110,7 @@ async def serve(
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
         endpoint = f"ipc://{_own_socket(run, beginning.generation, cleanup)}"
-        serving = server.serve(
-            context, endpoint, listen=broker.listen, key=key, max_connections=broker.max_connections
-        )
+        serving = server.serve(context, endpoint, listen=broker.listen, key=key)
         with health.main_loop(lambda: server.num_ticks, lambda: _missing(store, server)):
             await run_until(stop.wait(), serving, *jobs)
 

@@ -44,19 +44,14 @@ NO_LIMIT = Limit(1 << 20, "")
 _MOST_CONNECTIONS = 4_096  # a bound where there are descriptors for a million
 
 
-def limit_of(share: float, *, most: int = _MOST_CONNECTIONS, setting: str = "") -> Limit:
+def limit_of(share: float, *, most: int = _MOST_CONNECTIONS) -> Limit:
     """Return a share of the descriptors that this process may open, or ``most`` if that is less.
 
     Shares of what one process listens at are less than one together: the rest is for all else.
-
-    Args:
-        share: Share of the descriptors.
-        most: Most connections, however many descriptors there are.
-        setting: Setting with the value ``most``; empty for a constant.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared = most if soft == resource.RLIM_INFINITY else max(1, int(soft * share))
-    return Limit(most, setting or "a fixed limit") if most <= shared else Limit(shared, "ulimit -n")
+    return Limit(most, "a fixed limit") if most <= shared else Limit(shared, "ulimit -n")
 
 
 class Gate(Protocol):

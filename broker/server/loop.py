@@ -17,7 +17,7 @@ import zmq
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
-from slipstream.broker.listening.gate import Limit, limit_of
+from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.server.clients import ClientRequest, Clients
 from slipstream.broker.server.generation import GenerationHandler, GenerationRequest
 from slipstream.broker.server.keyring import BrokerKey
@@ -132,7 +132,6 @@ class BrokerServer:
         *,
         listen: str = "",
         key: BrokerKey | None = None,
-        max_connections: int = 1 << 20,
     ) -> None:
         """Answer requests until cancelled.
 
@@ -141,8 +140,6 @@ class BrokerServer:
             endpoint: Unix socket in a private folder.
             listen: Address for other hosts, where clients have to prove a key.
             key: Key of the broker at that address.
-            max_connections: Most connections from other hosts at a time; fewer if that is a share
-                of the descriptors.
 
         Raises:
             ConfigError: an address cannot be listened at.
@@ -151,10 +148,9 @@ class BrokerServer:
         try:
             async with asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
-                self._listen(context, endpoint, b"", limit_of(_SHARE))
+                self._listen(context, endpoint, b"")
                 if listen and key is not None:
-                    limit = limit_of(_SHARE, most=max_connections, setting="broker.max_connections")
-                    self._listen(context, listen, key.secret, limit)
+                    self._listen(context, listen, key.secret)
                     _log.info("other hosts find this broker at %s", self.addresses[-1])
                 await self._tick()
         finally:
@@ -162,8 +158,9 @@ class BrokerServer:
             self._routers.close()
 
     def _listen(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes, limit: Limit
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes
     ) -> None:
+        limit = limit_of(_SHARE)
         self._routers.add(
             EventLoopRouter(
                 context, endpoint, on_message=self._receive, secret_key=secret, limit=limit

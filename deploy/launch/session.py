@@ -227,15 +227,12 @@ class Session:
         supervisor = self._supervisor
         limit = self._config.deploy.time_limit_s
         started = time.monotonic()
-        logs = self._config.broker.logging
         with self._view.following(self._site.run) as show:
             while len(self._ended) < len(self._names()):
                 supervisor.check()
                 if time.monotonic() >= self._rotates_s:
                     self._rotates_s = time.monotonic() + _ROTATE_EVERY_S
-                    rotate(
-                        self._config.run.logs, max_bytes=logs.rotate_mb << 20, keep=logs.keep_logs
-                    )
+                    rotate(self._config.run.logs, self._config.broker.logging)
                 self._scale(watcher)
                 self._record_ended(watcher)
                 if limit and time.monotonic() - started > limit:

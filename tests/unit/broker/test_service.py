@@ -17,7 +17,7 @@ from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
-from tests.support.ledger_driver import header, submit
+from tests.support.ledger_driver import header, lease, make_ready, submit
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import until_async
 
@@ -50,6 +50,17 @@ def test_restarted_broker_resumes_where_the_first_one_was(tmp_path: Path):
     state.run_id = again.identity.run_id
     assert again.ledger.book.state == state
     assert again.generation > 0
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_as_many_learners_as_the_settings_allow_may_end_with_one_batch(tmp_path: Path, ends: int):
+    _, ledger = begun_run(tmp_path, f"broker.max_batch_attempts={ends}")
+    make_ready(ledger, lease(ledger, "g", max_sequences=8))
+    for _ in range(ends):
+        assert not ledger.book.state.dead_letters
+        assert isinstance(ledger.training.deliver(ledger.book.version), list)
+        ledger.training.take_over(0)
+    assert [one.reason for one in ledger.book.state.dead_letters.values()] == ["unfinished"]
 
 
 def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: Path):

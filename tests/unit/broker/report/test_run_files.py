@@ -15,13 +15,16 @@ from slipstream.broker.report.metrics_file import MetricsFile
 from slipstream.broker.report.run_files import FolderRecords, forget_after
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.report.versions_file import git_commit
+from slipstream.broker.startup import open_records, start_trackers
 from slipstream.broker.store.base import StoredTrajectory
+from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import cut_from_step, read_groups
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import RunSection
+from tests.support.broker_starts import new_ledger, settings_in
 from tests.support.ledger_driver import (
     eval_plan,
     generate,
@@ -31,6 +34,7 @@ from tests.support.ledger_driver import (
     make_rules,
     train_step,
 )
+from tests.support.memory_store import MemoryStore
 
 
 class ListTracker:
@@ -150,9 +154,16 @@ async def record_three_steps(records: FolderRecords) -> Ledger:
     return ledger
 
 
-async def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
-    path = run.folder / "rollouts" / "batches.trajectories"
-    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path, max_batch_bytes=2500)
+async def test_trained_batches_are_recorded_whole_up_to_a_size(tmp_path: Path):
+    settings = settings_in(
+        tmp_path,
+        "logging.trackers=[]",
+        "broker.record_batches=true",
+        "broker.max_recorded_bytes=2500",
+    )
+    path = settings.run.folder / BATCHES
+    trackers = await start_trackers(settings)
+    records = await open_records(settings, new_ledger(settings), trackers, MemoryStore(), {})
     await record_three_steps(records)
     recorded = list(read_groups(path))
     assert [group.step for group in recorded] in ([0, 0], [0, 0, 1, 1]), "half a step"
