@@ -128,9 +128,10 @@ def claim_state(path: Path) -> StoredState | None:
     except (OSError, *UNREADABLE) as error:
         aside = path.with_name(f"{path.name}.unreadable")
         _log.warning(
-            "the page starts without the history of the run: %s cannot be read (%s) and is kept "
-            "as %s",
-            *(path, error, aside.name),
+            "the page starts without the history of the run: %s cannot be read (%s), kept as %s",
+            path,
+            error,
+            aside.name,
         )
         with suppress(OSError):
             path.replace(aside)

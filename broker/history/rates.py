@@ -1,13 +1,13 @@
 """Turns the cumulative counts of a run's state into changes since the last snapshot."""
 
-from dataclasses import dataclass
+from operator import sub
+from typing import NamedTuple
 
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.process.phases import ACT, WAIT
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """Counters of a process when it was sampled."""
 
     age_s: float
@@ -28,13 +28,7 @@ class Seen:
         """Return the difference since an earlier sample; all of it after a restart."""
         if before is None or self.age_s < before.age_s:
             return self
-        return Seen(
-            self.age_s - before.age_s,
-            self.waited_s - before.waited_s,
-            self.worked_s - before.worked_s,
-            self.tokens - before.tokens,
-            self.acted_s - before.acted_s,
-        )
+        return Seen(*map(sub, self, before))
 
     @property
     def busy(self) -> float | None:

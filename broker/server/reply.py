@@ -37,12 +37,9 @@ class HelloFirstError(RefusedError):
     """No hello came on this connection."""
 
 
-# Errors that become a refusal. The second line is a bug of ours that one message exposed: it
-# must not end the whole run.
-ANSWERED = (
-    *(ProtocolError, RefusedError, SupersededError),
-    *(LookupError, ValueError, TypeError, ArithmeticError),
-)
+# Errors of a bug that one message exposed must not end the whole run.
+_BUGS = (LookupError, ValueError, TypeError, ArithmeticError)
+ANSWERED = (ProtocolError, RefusedError, SupersededError, *_BUGS)
 
 
 def log_text(text: str) -> str:

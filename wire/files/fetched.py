@@ -93,7 +93,7 @@ def content_hash(url: str, setting: str, *, is_model: bool) -> str:
         return hub_model(Fetch(url, setting, default_cache()), with_weights=False).name
     with _settings_to_blame():
         folder = RemoteFolder(url, setting)
-        return _hash(folder, _listed(folder, is_model=is_model))
+        return _hash(folder, _checked(folder, folder.files(), is_model=is_model))
 
 
 @functools.cache  # one process uses one content, and asks for it once
@@ -208,7 +208,8 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
             if copy.is_dir():
                 return copy
         folder = RemoteFolder(fetch.url, fetch.setting)
-        files = _listed(folder, is_model=is_model)
+        listed = folder.files()
+        files = _checked(folder, listed, is_model=is_model)
         found = _hash(folder, files)
         if fetch.expected not in {"", found}:
             raise ConfigError(
@@ -224,14 +225,14 @@ def _fetched(fetch: Fetch, *, is_model: bool, with_weights: bool = True) -> Path
                     small = [file for file in files if not file.name.endswith(_WEIGHTS)]
                     _download(folder, small, unfinished)
                     if is_model and with_weights:
-                        all_names = [file.name for file in folder.files()]
+                        all_names = [file.name for file in listed]
                         index = unfinished / WEIGHTS_INDEX
                         names = weight_names(all_names, index, fetch.url, fetch.setting)
                         weights = [file for file in files if file.name in names]
                         _download(folder, weights, unfinished)
                     if is_model:
                         refuse_pointers(unfinished, fetch.url, fetch.setting)
-                    if _listed(folder, is_model=is_model) != files:
+                    if _checked(folder, folder.files(), is_model=is_model) != files:
                         raise StorageError(f"{fetch.url} changed while it was fetched")
         return copy
 
@@ -240,14 +241,14 @@ def _place(fetch: Fetch, content: str, *, with_weights: bool) -> Path:
     return fetch.cache / (content if with_weights else f"{content}-config")
 
 
-def _listed(folder: RemoteFolder, *, is_model: bool) -> list[RemoteFile]:
-    files = folder.files()
+def _checked(folder: RemoteFolder, listed: list[RemoteFile], *, is_model: bool) -> list[RemoteFile]:
+    """Return the listed files that a role may read, of a model's folder or of a single file."""
     if is_model:
-        refuse_no_config({file.name for file in files}, folder.url, folder.setting)
-        files = [file for file in files if _is_of_model(PurePosixPath(file.name))]
-    elif [file.name for file in files] != [""]:
+        refuse_no_config({file.name for file in listed}, folder.url, folder.setting)
+        return [file for file in listed if _is_of_model(PurePosixPath(file.name))]
+    if [file.name for file in listed] != [""]:
         raise ConfigError(f"{folder.url} is no file ({folder.setting})")
-    return files
+    return listed
 
 
 def _is_of_model(path: PurePosixPath) -> bool:

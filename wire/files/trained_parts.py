@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from os.path import commonprefix
 
 import msgspec
 
@@ -72,14 +73,12 @@ def _shared(
     token_ids: Sequence[int], bounds: Sequence[int], branch: int, end: int
 ) -> tuple[int, int]:
     """Return how many tokens a branch has in common with an earlier one, and with which."""
-    own = token_ids[bounds[branch - 1] : end]
+    own = tuple(token_ids[bounds[branch - 1] : end])
     earlier = list(enumerate(pairwise(bounds[:branch]), start=1))[-_MOST_COMPARED:]
-    return max((_common(own, token_ids[start:stop]), number) for number, (start, stop) in earlier)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return max(
+        (len(commonprefix([own, tuple(token_ids[start:stop])])), number)  # noqa: RUF071 no paths
+        for number, (start, stop) in earlier
+    )
 
 
 def versions_of(part: TrajectoryPart, runs: Sequence[tuple[int, str]]) -> list[str]:
