@@ -44,7 +44,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
-_FOLDERS = (".", "vendor")
+_FOLDERS = (".", "sections", "vendor")
 _FILES = files("slipstream.broker.dashboard") / "page"
 _OTHER_FILES = frozenset({"page.html", "compare.html", "why.json"})
 T = TypeVar("T")

@@ -758,7 +758,9 @@ def test_the_steps_among_events_are_those_that_count_in_the_end():
 
 
 def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
-    source = (files("slipstream.broker.dashboard") / "page" / "accounting.js").read_text("utf-8")
+    source = (
+        files("slipstream.broker.dashboard") / "page" / "sections" / "accounting.js"
+    ).read_text("utf-8")
     limits = dict(re.findall(r"const (SILENT_S|GONE_S) = ([\d.]+);", source))
     assert {name: float(text) for name, text in limits.items()} == {
         "SILENT_S": SILENT_S,
