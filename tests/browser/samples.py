@@ -23,8 +23,8 @@ from slipstream.broker.history.trajectories import (
     TrainedRow,
     Trajectory,
     TurnTokens,
+    VersionTokens,
 )
-from slipstream.broker.history.trajectories import VersionTokens as VersionRun
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (
     EvalFigures,
@@ -146,7 +146,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class VersionTokens:
+class Run:
     """What a run has done after ``steps`` learner steps; draws are repeatable."""
 
     steps: int = 240
@@ -498,8 +498,8 @@ class VersionTokens:
             num_prompt_tokens=first,
             token_ids=[known[word] for word in words],
             version_runs=[
-                VersionRun(first, f"v1.{step - lag}", step - lag),
-                VersionRun(change, f"v1.{step - max(0, lag - 1)}", step - max(0, lag - 1)),
+                VersionTokens(first, f"v1.{step - lag}", step - lag),
+                VersionTokens(change, f"v1.{step - max(0, lag - 1)}", step - max(0, lag - 1)),
             ],
             logprob_diffs=[round(draw.gauss(0, 0.02), 6) for _ in words[first:]],
             token_texts=words[first:],
