@@ -26,7 +26,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
     state: Literal["computing", "known", "failed"]
     advice: msgspec.Raw = msgspec.Raw(b"null")  # output of `slipstream plan --advise --json`
-    reason: str = ""  # for the absence of an advice
+    reason: str = ""  # cause of a missing advice
     age_s: float = 0.0
 
 
