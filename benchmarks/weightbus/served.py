@@ -40,7 +40,7 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
@@ -52,6 +52,7 @@ from slipstream.wire.messages.weightbus import (
     RelayAddress,
 )
 from tests.support.blank_model import write_blank_model
+from tests.support.bus.snapshots import tensor_spec
 from tests.support.random_llama import write_random_weights
 
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")

@@ -334,7 +334,8 @@ def connect(
     if server_key:
         detect_dead_peers(socket, has_buckets=False)
         prove_key(socket, _required(key, endpoint), server_key=server_key)
-    _know_ipv6(socket, endpoint)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
     socket.connect(endpoint)
 
 
@@ -370,8 +371,3 @@ def _required(key: ClientKey | None, endpoint: str) -> ClientKey:
     if key is None:
         raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
     return key
-
-
-def _know_ipv6(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    if "[" in endpoint:
-        socket.setsockopt(zmq.IPV6, 1)

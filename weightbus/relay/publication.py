@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
+from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.engine_checksums import Holder, digest_of
@@ -21,30 +22,6 @@ from slipstream.wire.messages.weightbus import BulkDoor
 T = TypeVar("T")
 
 
-class PartsOfLearner(Protocol):
-    """The parts of a learner on its other hosts."""
-
-    async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
-        """Make every part keep a version; return the digests of their tensors in the layout.
-
-        Raises:
-            PublishError: a part does not have it.
-        """
-        ...
-
-    def release(self, version: PolicyVersion) -> None:
-        """Let the parts drop a version."""
-        ...
-
-    def doors(self) -> list[BulkDoor]:
-        """Return the doors for the buckets of parts 1, 2, ...
-
-        Raises:
-            PublishError: a part is missing.
-        """
-        ...
-
-
 class Publication:
     """One version on its way to the engines. Use it inside one event loop.
 
@@ -57,7 +34,7 @@ class Publication:
         *,
         pin: Callable[[], None] = lambda: None,
         digests: DigestKind = "xxh3",
-        parts: PartsOfLearner | None = None,
+        parts: Parts | None = None,
         probe: ProbeLogprobs | None = None,
     ) -> None:
         """Compute nothing yet.

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from slipstream.weightbus.relay.publication import PartsOfLearner, Publication
+from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.layout import part_layout
 from slipstream.weightbus.version.parts import PartBook
@@ -69,7 +70,7 @@ class Versions:
         folder: Path,
         *,
         digests: DigestKind = "xxh3",
-        parts: PartsOfLearner | None = None,
+        parts: Parts | None = None,
         silence_s: float = math.inf,
     ) -> None:
         """Start without a version.

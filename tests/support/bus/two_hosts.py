@@ -20,11 +20,12 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.relay import OpenMemory, ServeHead
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord, RelayAddress
 from tests.support.bus.remote import EPOCH, TENSORS, Bulk, client_key, running
+from tests.support.bus.snapshots import tensor_spec
 from tests.support.waiting import NEVER_S, until_async
 
 ANY_PORT = "tcp://127.0.0.1:0"

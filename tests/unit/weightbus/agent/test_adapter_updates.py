@@ -15,12 +15,12 @@ from slipstream.weightbus.agent.updates import Order
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive
+from tests.support.bus.snapshots import CopiedSnapshot
 
 _copies = itertools.count(1)
 PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
@@ -86,7 +86,7 @@ class Agent:
 
     def receive(self, step: int) -> Outcome:
         tensors = {SPEC.name: torch.full(SPEC.shape, float(step))}
-        sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
+        sent = CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
         folder = write_version(
             self._folder, sent.manifest(), sent.memory.numpy().data, number=next(_copies)
         )

@@ -12,12 +12,12 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.layout import bucket_offsets
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Adopt, Outcome, Receive, RelayAddress
 from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.bus.snapshots import CopiedSnapshot
 
 RELAY = RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k")
 FETCHED_THERE = 1_000  # bytes
@@ -99,7 +99,7 @@ class Agent:
             raise EngineError(f"injected at {step}")
 
     async def receive(self, step: int, *, wrong: bool = False, path: str = "") -> Outcome:
-        sent = WeightSnapshot.of(
+        sent = CopiedSnapshot.of(
             PolicyVersion(1, step),
             {name: tensor + step for name, tensor in self.tensors.items()},
             bucket_bytes=50,

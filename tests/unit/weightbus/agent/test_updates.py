@@ -14,7 +14,6 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -30,6 +29,7 @@ from slipstream.wire.messages.weightbus import (
     Verify,
 )
 from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.bus.snapshots import CopiedSnapshot
 
 _copies = itertools.count(1)
 PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
@@ -72,7 +72,7 @@ class Agent:
         return asyncio.run(self.updates.execute(command, fetcher))
 
     def receive(self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True) -> Outcome:
-        sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
+        sent = CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
         manifest = sent.manifest()
         folder = write_version(
             self._folder, manifest, sent.memory.numpy().data, number=next(_copies)
@@ -187,7 +187,7 @@ def test_an_older_version_is_refused(agent: Agent):
 
 def collective(agent: Agent, step: int) -> None:
     """Bring an engine to where all buckets are in."""
-    sent = WeightSnapshot.of(PolicyVersion(1, step), version(step), bucket_bytes=500)
+    sent = CopiedSnapshot.of(PolicyVersion(1, step), version(step), bucket_bytes=500)
     assert not agent.do(Offer(command_id=1, manifest=sent.manifest())).error
     agent.updates._group = "g"
     assert not agent.do(Pause(command_id=2)).error
@@ -232,7 +232,7 @@ def test_commit_after_a_verify_compares_nothing_again(agent: Agent):
 def test_an_update_is_opened_again_in_a_group_that_was_made_anew(agent: Agent):
     collective(agent, 1)
     commit(agent, 1, "")
-    manifest = WeightSnapshot.of(PolicyVersion(1, 2), version(2), bucket_bytes=500)
+    manifest = CopiedSnapshot.of(PolicyVersion(1, 2), version(2), bucket_bytes=500)
     agent.do(Offer(command_id=1, manifest=manifest.manifest()))
     agent.do(Pause(command_id=2))
     asyncio.run(agent.updates._leave_group())

@@ -8,10 +8,10 @@ import torch
 
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.weightbus.version.tensor_bits import bits_in, bits_in_folder, bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 TENSORS = {
     "model.layers.0.mlp.down_proj.weight": torch.randn(4, 40).to(torch.bfloat16),
@@ -20,8 +20,8 @@ TENSORS = {
 }
 
 
-def snapshot() -> WeightSnapshot:
-    return WeightSnapshot.of(PolicyVersion(1, 2), TENSORS, bucket_bytes=200)
+def snapshot() -> CopiedSnapshot:
+    return CopiedSnapshot.of(PolicyVersion(1, 2), TENSORS, bucket_bytes=200)
 
 
 def test_bits_have_the_shape_and_the_bytes_of_their_tensor():
