@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from typing_extensions import override
 
 from slipstream.learner.batches.packing import PackedBatch, empty_microbatch
 from slipstream.learner.model.collectives import broadcast_frames
@@ -49,6 +50,18 @@ class Head(Protocol[Output]):
     def unstacked(self, values: Tensor) -> Output:
         """Return the output with these parts."""
         ...
+
+
+class RowHead(Head[Tensor]):
+    """Reads one number per token: an output is a single row."""
+
+    @override
+    def stacked(self, output: Tensor) -> Tensor:
+        return output.unsqueeze(0)
+
+    @override
+    def unstacked(self, values: Tensor) -> Tensor:
+        return values[0]
 
 
 class Passes(Generic[Output]):

@@ -123,7 +123,7 @@ def _held(policy: "Policy") -> set[str]:
     """Return the kinds of tensors on the device, by model."""
     assert policy.critic is not None
     assert policy.reference is not None
-    models = {"policy": policy._trained, "critic": policy.critic._trained}
+    models = {"policy": policy, "critic": policy.critic}
     kinds = {
         f"{name} {kind}"
         for name, model in models.items()

@@ -74,11 +74,11 @@ def main(folder: Path, work: Path) -> None:
             decay_steps=6,
         )
         both = policy(critic, **settings)
-        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic._trained.lr]}
+        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic.lr]}
         for trained_policy in (False, True):
             both.end_step(trained_policy=trained_policy)
             values["policy"].append(both.lr)
-            values["critic"].append(critic._trained.lr)
+            values["critic"].append(critic.lr)
         return values
 
     before, plain, _ = step(lr=1e-2, weight_decay=0.0)
