@@ -55,7 +55,6 @@ _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 _BACKEND = CheckpointingConfig("torch_dist", 1)
 _POLL_S = 0.1
-_TIMEOUT_S = 900.0  # default of learner.timeout_s
 
 Stage: TypeAlias = Literal["staged", "writing", "written", "complete", "renamed"]
 """Stage of a save: training may continue; a rank writes its next tensor; a rank has written all its
@@ -142,23 +141,7 @@ class Save:
         self._files: dict[str, bytes] = {}  # files of rank 0 besides the tensors
         try:
             self._together.on_rank_0(lambda: self._begin(info, ledger))
-            sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
-                lambda: save_preprocess(
-                    {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
-                )
-            )
-            if topology.rank == 0:
-                self._files[COMMON_STATE_FNAME] = _serialized(common)
-            by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-                sharded, keep_only_main_replica=True
-            )
-            if staging is not None:
-                self._together.on_all(lambda: _stage(by_key, staging))
-            self._part = self._together.on_all(
-                lambda: Part(
-                    by_key, self._unfinished, self._on_tensor, is_staged=staging is not None
-                )
-            )
+            self._part = self._planned(policy, staging)
         except CheckpointError:
             self._clear()
             raise
@@ -211,6 +194,25 @@ class Save:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
 
+    def _planned(self, policy: Policy, staging: Staging | None) -> Part:
+        """Return this rank's part of the policy, as it is now."""
+        topology = self._topology
+        sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
+            lambda: save_preprocess(
+                {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
+            )
+        )
+        if topology.rank == 0:
+            self._files[COMMON_STATE_FNAME] = _serialized(common)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded, keep_only_main_replica=True
+        )
+        if staging is not None:
+            self._together.on_all(lambda: _stage(by_key, staging))
+        return self._together.on_all(
+            lambda: Part(by_key, self._unfinished, self._on_tensor, is_staged=staging is not None)
+        )
+
     def _write(self) -> list[WriteResult]:
         """Write this rank's part, on its thread; a single rank also finishes."""
         for name, data in self._files.items():
@@ -241,27 +243,6 @@ class Save:
         """Remove what was written; no thread of any rank is writing any more."""
         if self._topology.rank == 0:
             shutil.rmtree(self._unfinished, ignore_errors=True)
-
-
-def save_checkpoint(
-    policy: Policy,
-    topology: Topology,
-    folder: Path,
-    info: CheckpointInfo,
-    ledger: Callable[[], bytes],
-    *,
-    timeout_s: float = _TIMEOUT_S,
-) -> Path:
-    """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
-
-    Rank 0 calls ``ledger`` for the broker's ledger.
-
-    Raises:
-        CheckpointError: on every rank, if any of them failed; nothing is left behind.
-    """
-    save = Save(policy, topology, folder, info, ledger, timeout_s=timeout_s)
-    save.wait()
-    return save.path
 
 
 def _stage(by_key: dict[str, list[ShardedBase]], staging: Staging) -> None:
