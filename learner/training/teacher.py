@@ -25,8 +25,8 @@ from torch import Tensor
 
 from slipstream.algos.choice import TeacherOptions
 from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.config import refuse_no_address
 from slipstream.learner.model.collectives import any_rank
-from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import read_private
 from slipstream.wire.process.visible import visible

@@ -1,4 +1,4 @@
-from slipstream.learner.gpu_variables import gpu_variables
+from slipstream.learner.main import gpu_variables
 
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
