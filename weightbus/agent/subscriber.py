@@ -87,31 +87,30 @@ class Subscriber:
         self._fetcher: BucketFetcher | None = None
         self._connections = connections
         self.traffic = Traffic()
-        self._forwarder = (
-            Forwarder(
-                forward,
-                staging,
-                patience_s=fetch_timeout_s / 2,
-                traffic=self.traffic,
-                is_relay_heard=lambda: self.silent_s < silence_s,
-                is_plain=forwards_plain,
-            )
-            if forward
-            else None
+        self._forwarder = self._forwarder_at(forward, staging, is_plain=forwards_plain)
+        self._updates = _updates_of(
+            engine,
+            adapters,
+            tensors=tensors,
+            staging=staging,
+            on_pause=on_pause,
+            on_adopt=on_adopt,
+            on_probe=on_probe,
+            holder=holder_of(join),
+            others=others,
         )
-        common: dict[str, Any] = {
-            "tensors": tensors,
-            "staging": staging,
-            "on_pause": on_pause,
-            "on_adopt": on_adopt,
-            "on_probe": on_probe,
-            "holder": holder_of(join),
-            "others": others,
-        }
-        self._updates = (
-            EngineUpdates(engine, **common)
-            if adapters is None
-            else AdapterUpdates(adapters, **common)
+
+    def _forwarder_at(self, listen: str, staging: Staging, *, is_plain: bool) -> Forwarder | None:
+        """Return the door for other engines; None without an address."""
+        if not listen:
+            return None
+        return Forwarder(
+            listen,
+            staging,
+            patience_s=self._fetch_timeout_s / 2,
+            traffic=self.traffic,
+            is_relay_heard=lambda: self.silent_s < self._silence_s,
+            is_plain=is_plain,
         )
 
     @property
@@ -250,3 +249,13 @@ class Subscriber:
                 raise PublishError(
                     f"{_MAX_FAILURES} publishes in a row failed; the last: {updates.failures[-1]}"
                 )
+
+
+def _updates_of(
+    engine: EngineWeights,
+    adapters: EngineAdapters | None,
+    **common: Any,  # noqa: ANN401 arguments of both
+) -> EngineUpdates:
+    if adapters is None:
+        return EngineUpdates(engine, **common)
+    return AdapterUpdates(adapters, **common)

@@ -15,10 +15,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import msgspec
 from torch import Tensor
 
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.delta import BucketDelta, encode_delta
@@ -85,6 +87,17 @@ class Deltas:
         self._buckets: tuple[Bucket, ...] = ()
         self._progress = asyncio.Event()
         self._logged: tuple[PolicyVersion, str] | None = None
+
+    @classmethod
+    def of(cls, versions: Versions, settings: WeightBusSection, *, holds: bool = True) -> Self:
+        """Return the deltas of a relay with these settings."""
+        return cls(
+            versions,
+            most_steps=settings.delta_versions,
+            most_bytes=settings.delta_bytes,
+            wait_s=settings.timeout_s / 2,
+            holds=holds,
+        )
 
     async def run(self) -> None:
         """Encode each version while agents ask for deltas, until cancelled."""

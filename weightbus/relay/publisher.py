@@ -112,12 +112,7 @@ class Publisher:
             name: chosen.relay_state(settings, versions.folder)
             for name, chosen in self._classes.items()
         }
-        self._deltas = Deltas(
-            versions,
-            most_steps=settings.delta_versions,
-            most_bytes=settings.delta_bytes,
-            wait_s=settings.timeout_s / 2,
-        )
+        self._deltas = Deltas.of(versions, settings)
         self._now = now
         self._parts = parts
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
@@ -155,24 +150,13 @@ class Publisher:
         self._near = BulkDoor(endpoint=address.bulk_endpoint)
         self._remote = remote
         routers: list[ListeningRouter[zmq.asyncio.Socket]] = []
+        pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
         try:
-            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
             for endpoint, option, value in (
                 (address.endpoint, zmq.ROUTER_MANDATORY, 1),
                 (address.bulk_endpoint, zmq.SNDHWM, MAX_WAITING),
             ):
-
-                def prepare(
-                    socket: zmq.asyncio.Socket, option: int = option, value: int = value
-                ) -> None:
-                    socket.setsockopt(option, value)
-
-                limit = limit_of(_SHARE)
-                routers.append(
-                    ListeningRouter(
-                        context, endpoint, setting="run.socket_dir", limit=limit, prepare=prepare
-                    )
-                )
+                routers.append(_near_router(context, endpoint, option, value))
             pairs.append((routers[0].socket, routers[1].socket, None))
             if remote is not None:
                 pairs.append((*remote.open(context), remote))
@@ -273,7 +257,7 @@ class Publisher:
         except (ProtocolError, PublishError) as error:
             _log.warning("a report of part %d of the learner: %s", part, error)
 
-    def _take(self, sender: "Sender", message: AgentMessage) -> None:
+    def _take(self, sender: Sender, message: AgentMessage) -> None:
         member = self._by_place.get((sender.router, sender.peer))
         match message:
             case Join():
@@ -287,7 +271,7 @@ class Publisher:
                 if member is not None:
                     member.take(message)
 
-    def _joined(self, sender: "Sender", join: Join) -> None:
+    def _joined(self, sender: Sender, join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         there = self._by_place.get((sender.router, peer))
@@ -533,6 +517,19 @@ class Publisher:
     def _dissolve(self, group: CollectiveGroup | None) -> None:
         if group is not None and (transport := self._shared.pop(group, None)) is not None:
             transport.close_soon()
+
+
+def _near_router(
+    context: zmq.asyncio.Context, endpoint: str, option: int, value: int
+) -> ListeningRouter[zmq.asyncio.Socket]:
+    """Listen at a Unix socket with one option set."""
+    return ListeningRouter(
+        context,
+        endpoint,
+        setting="run.socket_dir",
+        limit=limit_of(_SHARE),
+        prepare=lambda socket: socket.setsockopt(option, value),
+    )
 
 
 def _message(frames: Sequence[zmq.Frame]) -> bytes:
