@@ -208,7 +208,7 @@ class BucketFetcher:
         self._timeout_s = timeout_s
         self._num_connections = connections
         self.traffic = traffic or Traffic()
-        self._address: RelayAddress | None = None
+        self.address: RelayAddress | None = None  # the relay's; None before ``connect``
         self._key: ClientKey | None = None
         self._relay: _OpenDoor | None = None
         self.engines: tuple[str, ...] = ()  # addresses that served buckets of the last version
@@ -224,18 +224,13 @@ class BucketFetcher:
             self._relay.fail(PublishError("the relay has moved"))
             self._relay.close()
             self._relay = None
-        self._address, self._key = address, key
+        self.address, self._key = address, key
         self._relay = self._open(address.bulk, True)
-
-    @property
-    def address(self) -> RelayAddress | None:
-        """The relay's; None before ``connect``."""
-        return self._address
 
     def reconnect(self) -> None:
         """Connect again to a relay that requires a key: it may have refused ours before."""
-        if self._address is not None and self._address.key:
-            self.connect(self._address, self._key)
+        if self.address is not None and self.address.key:
+            self.connect(self.address, self._key)
 
     def close(self) -> None:
         """Close all connections; pending requests get no answer."""
@@ -293,8 +288,8 @@ class BucketFetcher:
             return
         self._max_bytes = max_bytes
         self._close_others({door for door in self._others if not door.is_plain})
-        if self._address is not None and self._address.is_bulk_plain:
-            self.connect(self._address, self._key)
+        if self.address is not None and self.address.is_bulk_plain:
+            self.connect(self.address, self._key)
 
     def _refuse_forgeable(
         self, manifest: WeightManifest, wanted: Sequence[Sequence[BulkDoor]]

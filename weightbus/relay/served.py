@@ -86,10 +86,10 @@ class Versions:
         self._parts = parts
         self._silence_s = silence_s
         self._run_id = ""  # run of the first learner
-        self._part_keys: tuple[str, ...] = ()
+        self.part_keys: tuple[str, ...] = ()  # public keys of the newest learner's parts 1, 2, ...
         self._sources: list[_LearnerMemory] = []  # the newest learner last; old ones until idle
         self._reading: Counter[Publication] = Counter()
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set when decisions may change
         self.held: Callable[[], Collection[PolicyVersion]] = frozenset
         """Returns the versions that another relay's engines fetch here, at a part."""
 
@@ -98,11 +98,6 @@ class Versions:
         """The newest whole version."""
         source = self._serving()
         return source.newest if source is not None else None
-
-    @property
-    def part_keys(self) -> tuple[str, ...]:
-        """Public keys of the newest learner's parts 1, 2, ..."""
-        return self._part_keys
 
     @property
     def epoch(self) -> int | None:
@@ -144,7 +139,7 @@ class Versions:
         memory = SharedSlots.open(
             message.path, slot_bytes=own.num_bytes, num_slots=message.num_slots
         )
-        self._part_keys = message.part_keys
+        self.part_keys = message.part_keys
         self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
         self.wake()
         if message.whole is not None:
@@ -290,12 +285,7 @@ class Versions:
             raise PublishError("this learner has not opened a memory")
         return self._sources[-1]
 
-    @property
-    def changed(self) -> asyncio.Event:
-        """Event that is set when decisions may change."""
-        return self._changed
-
     def wake(self) -> None:
         """Wake everything that waits on ``changed``."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
