@@ -184,7 +184,7 @@ class _Node:
             node._open_part(topology, door) as part,
             self.stop.deferred(when=settings.checkpoint.on_stop or self.place.node > 0),
         ):
-            coordinator = Coordinator(leader, topology, self.stop)
+            coordinator = Coordinator(leader, self.stop)
             loop = LearnerLoop(
                 settings, topology, policy, self.algorithm, link, coordinator, clock, part=part
             )

@@ -56,7 +56,7 @@ def start_policy(
         names = [str(path) for path in resume_order(infos, named, begun_after=begun_after)]
     if resumes:
         data = msgspec.msgpack.encode(names)
-        data = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+        data = broadcast_bytes(data)
         names = msgspec.msgpack.decode(data, type=list[str])
     for name in names:
         chosen = settings.resumed(Path(name))
@@ -184,7 +184,7 @@ def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) 
     if not lora.is_on:
         return load_model(settings.learner, settings.model, fill=fill)
     data = hash_of_base(settings.model).encode() if topology.rank == 0 else None
-    base = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size).decode()
+    base = broadcast_bytes(data).decode()
     model = load_model(settings.learner, settings.model)
     add_adapters(model, lora.facts(base=base), seed=settings.run.seed)
     if fill and lora.adapter:

@@ -120,10 +120,9 @@ def unpack(
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
     _refuse_header(header, name, longest=longest, max_turns=max_turns)
-    if payload.token_ids.shape != (header.num_tokens,):
-        raise ProtocolError(
-            f"{name}: header has {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
-        )
+    shape = payload.token_ids.shape
+    if shape != (header.num_tokens,):
+        raise ProtocolError(f"{name}: header has {header.num_tokens} tokens, payload has {shape}")
     token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
     logprobs = _array(payload.behavior_logprobs)
     chosen, barred = _chosen(header)

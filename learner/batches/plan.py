@@ -97,11 +97,7 @@ def plan_step(
             multiple_of=multiple_of,
             stages=stages,
         )
-        shares = [
-            tuple(tuple(start + i for i in indices) for indices in share)
-            for share in minibatch.divided()
-        ]
-        plans.append(MinibatchPlan(tuple(shares)))
+        plans.append(minibatch.plan(start))
     return tuple(plans)
 
 
@@ -126,8 +122,16 @@ class _Minibatch:
     multiple_of: int
     stages: int
 
-    def divided(self) -> list[Bins]:
-        """Return the microbatches of each replica."""
+    def plan(self, start: int) -> MinibatchPlan:
+        """Return the microbatches of each replica; the first trajectory has the index ``start``."""
+        return MinibatchPlan(
+            tuple(
+                tuple(tuple(start + i for i in indices) for indices in share)
+                for share in self._divided()
+            )
+        )
+
+    def _divided(self) -> list[Bins]:
         tried: list[_Way] = []
         for shares in self._ways():
             fewest = sum(map(len, tried[0].shares if tried else shares))

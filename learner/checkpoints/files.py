@@ -155,7 +155,7 @@ class Save:
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
         """
-        if any_rank(not self._work.done(), world_size=self._topology.world_size):
+        if any_rank(not self._work.done()):
             return False
         work = self._work
         try:
@@ -178,11 +178,10 @@ class Save:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
             CheckpointStuckError: on every rank, if a rank's thread made no progress for too long.
         """
-        world_size = self._topology.world_size
         while not self.advance():
             self.num_polls += 1
             is_stuck = not self._work.done() and self._patience.is_over()
-            if any_rank(is_stuck, world_size=world_size):  # no rank waits long for the slowest
+            if any_rank(is_stuck):  # no rank waits long for the slowest
                 raise CheckpointStuckError(
                     f"{self.path.name} is still being written, a learner rank has made no progress "
                     f"with it for {self._timeout_s:g} s (learner.timeout_s)"

@@ -164,7 +164,7 @@ class Saver:
         overtaken = self._topology.rank == 0 and is_overtaken(
             list(self._kept.infos.values()), resumption
         )
-        if any_rank(overtaken, world_size=self._topology.world_size):
+        if any_rank(overtaken):
             self._begin(version, self._resumed.evaluation)
             self._wait()
         else:

@@ -49,7 +49,7 @@ class Together:
             SlipstreamError,
         ) as error:
             failure = error
-        if any_rank(failure is not None, world_size=self._topology.world_size):
+        if any_rank(failure is not None):
             reason = reason_of(failure) if failure is not None else "another rank failed"
             raise CheckpointError(
                 f"cannot write the checkpoint {self._target}: {reason}"

@@ -88,28 +88,6 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         )
 
 
-def packed_layout(
-    cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation, split: TokenSplit
-) -> PackedLayout:
-    """Describe a packed microbatch.
-
-    Args:
-        cu_seqlens: bounds as in ``group_by_length``, for all tokens with their padding.
-        max_seqlen: length of the longest sequence.
-        rotation: rotation of this rank's tokens.
-        split: split of the tokens over context parallelism.
-    """
-    return PackedLayout(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        rotation=rotation,
-        split=split,
-    )
-
-
 class VarlenCoreAttention(torch.nn.Module):
     """Takes the place of Megatron's core attention; packed sequences only."""
 

@@ -53,23 +53,13 @@ class Place:
 
     parameter: Parameter
     geometry: Geometry  # sizes of the whole model
-    dim: int | None  # dimension of the weight that ranks split
+    dim: int | None  # dimension of the weight that ranks split: 0 splits B and not A, 1 A and not B
     rank: int
     ranks: int
 
-    @property
-    def splits_output(self) -> bool:
-        """True if B is split, and not A."""
-        return self.dim == 0
-
-    @property
-    def splits_input(self) -> bool:
-        """True if A is split, and not B."""
-        return self.dim == 1
-
-    def share(self, size: int, *, is_split: bool) -> slice:
-        """Return this rank's slice of a length of the whole model."""
-        if not is_split:
+    def share(self, size: int, dim: int) -> slice:
+        """Return this rank's slice of a length of the whole model, along a dimension."""
+        if dim != self.dim:
             return slice(0, size)
         part = size // self.ranks
         return slice(self.rank * part, (self.rank + 1) * part)
@@ -108,8 +98,7 @@ class Adapter(torch.nn.Module):
         self._sequence_parallel = sequence_parallel
         for part in parts.values():
             for parameter, dim in ((part.lora_A, 1), (part.lora_B, 0)):
-                is_split = place.ranks > 1 and place.dim == dim
-                if is_split:
+                if place.dim == dim:
                     tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
                 else:
                     tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(
@@ -120,22 +109,17 @@ class Adapter(torch.nn.Module):
     def named_parts(self) -> Iterator[tuple[HfTensor, LowRank]]:
         """Yield the tensors of the whole model that have an adapter."""
         for at, tensor in enumerate(self.place.parameter.tensors):
-            part = self._part(at)
-            if part is not None:
-                yield tensor, part
-
-    def _part(self, at: int) -> LowRank | None:
-        return self._parts.get(at)
+            if at in self._parts:
+                yield tensor, self._parts[at]
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the addition to the layer's output. [S, 1, I] -> [T or S, 1, sum of O]."""
-        parts = {at: part for at in range(len(self._outputs)) if (part := self._part(at))}
-        down = torch.cat([part.lora_A for part in parts.values()])
-        low = self._exchanged(F.linear(hidden, down)).chunk(len(parts), dim=-1)
+        down = torch.cat([part.lora_A for part in self._parts.values()])
+        low = self._exchanged(F.linear(hidden, down)).chunk(len(self._parts), dim=-1)
         up = {
             at: F.linear(part_low, part.lora_B) * self._scale
-            for (at, part), part_low in zip(parts.items(), low, strict=True)
+            for (at, part), part_low in zip(self._parts.items(), low, strict=True)
         }
         first = next(iter(up.values()))
         return self._fused(
@@ -149,13 +133,13 @@ class Adapter(torch.nn.Module):
     def _exchanged(self, low: Tensor) -> Tensor:
         """Return the input of B, exchanged between ranks. Shapes [S or T, 1, n r]."""
         found: Any = low  # megatron is untyped
-        if self.place.splits_output and self._sequence_parallel:
+        if self.place.dim == 0 and self._sequence_parallel:
             found = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        elif self.place.splits_output:
+        elif self.place.dim == 0:
             found = copy_to_tensor_model_parallel_region(low)
-        elif self.place.splits_input and self._sequence_parallel:
+        elif self.place.dim == 1 and self._sequence_parallel:
             found = reduce_scatter_to_sequence_parallel_region(low)
-        elif self.place.splits_input:
+        elif self.place.dim == 1:
             found = reduce_from_tensor_model_parallel_region(low)
         exchanged: Tensor = found
         return exchanged
@@ -165,7 +149,7 @@ class Adapter(torch.nn.Module):
         """Return the layer's weight [sum of O, I] with the addition, in its type."""
         changes = []
         for at, size in enumerate(self._outputs):
-            part = self._part(at)
+            part = self._parts.get(at)
             if part is None:
                 changes.append(weight.new_zeros(size, weight.shape[1], dtype=torch.float32))
             else:
@@ -220,19 +204,16 @@ class LoraAdapters:
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         for name, parameter, place, dim in self.named_tensors():
-            is_split = place.ranks > 1 and place.dim == dim
-            if copy == 0 and (is_split or first):
-                tensor = Parameter("copy", (HfTensor(name, ()),))
-                if is_split:
-                    yield name, Shard(tensor, parameter, dim, place.rank, place.ranks)
-                else:
-                    yield name, Shard(tensor, parameter)
+            if copy == 0 and place.dim == dim:
+                yield name, Shard(one_tensor(name), parameter, dim, place.rank, place.ranks)
+            elif copy == 0 and first:
+                yield name, Shard(one_tensor(name), parameter)
 
     def sharded_state(self, prefix: str) -> dict[str, Any]:
         """Return the adapters as Megatron's sharded state, by names of the whole model."""
         state: dict[str, Any] = {}
         for name, parameter, place, dim in self.named_tensors():
-            if place.ranks > 1 and place.dim == dim:
+            if place.dim == dim:
                 make: Callable[..., object] = make_tp_sharded_tensor_for_checkpoint
                 state[name] = make(parameter, prefix + name, tp_axis=dim)
             else:
@@ -295,16 +276,21 @@ def _adapter_for(
     outputs, parts = [], {}
     for at, tensor in enumerate(place.parameter.tensors):
         whole_output, whole_input = tensor.whole_shape(sizes)
-        rows = place.share(whole_output, is_split=place.splits_output)
+        rows = place.share(whole_output, 0)
         outputs.append(rows.stop - rows.start)
         if at in wanted:
-            columns = place.share(whole_input, is_split=place.splits_input)
+            columns = place.share(whole_input, 1)
             a = drawn(facts.rank, whole_input, seed=seed, name=tensor.name)[:, columns]
             b = torch.zeros(rows.stop - rows.start, facts.rank, dtype=dtype)
             parts[at] = LowRank(a.to(dtype).contiguous(), b)
     return Adapter(
         place, parts, outputs, scale=facts.scale, sequence_parallel=model.config.sequence_parallel
     )
+
+
+def one_tensor(name: str) -> Parameter:
+    """Return a parameter that is a single unchanged tensor."""
+    return Parameter("copy", (HfTensor(name, ()),))
 
 
 def _adapted(

@@ -54,7 +54,7 @@ def load_adapter(model: RankModel, folder: Path) -> None:
             for name in found:  # whole tensors, so every rank refuses alike
                 refuse_no_numbers(name, file.get_tensor(name), folder)
             for name, parameter, place, dim in adapters.named_tensors():
-                rows = place.share(found[name][dim], is_split=place.dim == dim)
+                rows = place.share(found[name][dim], dim)
                 part: Tensor = file.get_slice(name)[(slice(None),) * dim + (rows,)]
                 parameter.copy_(part)
     except (SafetensorError, OSError) as error:

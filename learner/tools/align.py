@@ -6,7 +6,6 @@ All ranks meet in FOLDER, read FOLDER/tokens.json and write FOLDER/learner.RANK.
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.batches.packing import TrainTrajectory, pack
-from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
-from slipstream.learner.tools.command_ranks import topology_of
+from slipstream.learner.tools.command_ranks import main, topology_of
 from slipstream.wire.models.alignment import LOGPROBS, TOKENS, point, rows_of
-from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
     from slipstream.learner.model.attention import PackedLayout
@@ -102,13 +100,5 @@ def _trained(tokens: Sequence[int]) -> TrainTrajectory:
     )
 
 
-def main(settings_file: Path, folder: Path, rank: int, overrides: Sequence[str]) -> None:
-    """Read the settings and record."""
-    device.prepare()
-    settings = learner_settings(load_table(settings_file, overrides))
-    device.set_threads(settings.learner.threads)
-    record(settings, folder, rank)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(record)

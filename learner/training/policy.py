@@ -53,9 +53,8 @@ class ReferencePolicy(RowHead):
     ) -> None:
         """Freeze a model; ``offload`` is shared by all models of this rank."""
         offload = offload or Offload()
-        weights = offload.tenant(
-            "weights", model.requires_grad_(False).parameters, is_constant=True
-        )
+        frozen = Tenant(model.requires_grad_(False).parameters, is_constant=True)
+        weights = offload.take("weights", frozen)
         self._take(model, topology, offload, weights)
         self._offload.use()
 

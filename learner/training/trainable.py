@@ -28,6 +28,7 @@ from slipstream.learner.training.optimizer import (
     MegatronOptimizer,
     begin_steps,
     gradient_norm,
+    make_scheduler,
     narrow_moments,
     optimizer_tensors,
     put_steps_in_place,
@@ -37,7 +38,6 @@ from slipstream.learner.training.optimizer import (
 )
 from slipstream.learner.training.passes import Head, Passes
 from slipstream.learner.training.replicas import Replicas
-from slipstream.learner.training.schedule import make_scheduler
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RoutingReplay
 
@@ -91,11 +91,10 @@ class Trainable(Head[Output]):
         self._optimizer = _optimizer_of(self._chunks, settings, model.config)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
-        self.weights = self._offload.tenant("weights", model.parameters)
-        self._gradients = self._offload.tenant(
-            "gradients", self._gradient_buffers, keeps_content=False
-        )
-        self._state = self._offload.tenant("optimizer", self._optimizer_state)
+        take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
+        self.weights = take("weights", Tenant(model.parameters))
+        self._gradients = take("gradients", gradients)
+        self._state = take("optimizer", Tenant(self._optimizer_state))
         self._offload.use()
 
     @property
