@@ -31,7 +31,7 @@ from benchmarks.weightbus.model import BUCKET_BYTES, MIB, Sizes, snapshot_of, wr
 from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import RelayState
@@ -114,7 +114,7 @@ class _Relay:
     """The relay's end of the sockets and groups."""
 
     def __init__(self, socket: zmq.asyncio.Socket, names: Sequence[str]) -> None:
-        self._router = Router(socket)
+        self._router = MessageRouter(socket)
         self._answers: dict[str, asyncio.Queue[dict[str, float]]] = {
             name: asyncio.Queue(4) for name in names
         }

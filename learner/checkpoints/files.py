@@ -31,9 +31,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.learner.checkpoints.digests import write_digests
-from slipstream.learner.checkpoints.part import Part
-from slipstream.learner.checkpoints.staging import Staging
-from slipstream.learner.checkpoints.together import CheckpointError, CheckpointStuckError, Together
+from slipstream.learner.checkpoints.part import CheckpointPart
+from slipstream.learner.checkpoints.rank_agreement import (
+    CheckpointError,
+    CheckpointStuckError,
+    RankAgreement,
+)
+from slipstream.learner.checkpoints.staging import TensorStaging
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
@@ -109,7 +113,7 @@ class Save:
         ledger: Callable[[], bytes],
         *,
         timeout_s: float,
-        staging: Staging | None = None,
+        staging: TensorStaging | None = None,
         observe: Callable[[Stage], None] = ignore,
     ) -> None:
         """Begin to write into RUN/checkpoints.
@@ -131,7 +135,7 @@ class Save:
         self.num_polls = 0  # polls by ``wait``
         self._unfinished = folder / f".{self.path.name}{_UNFINISHED}"
         self._topology = topology
-        self._together = Together(self.path, topology)
+        self._agreement = RankAgreement(self.path, topology)
         self._observe = observe
         self._timeout_s = timeout_s
         self._num_signs = 0  # signs of progress
@@ -140,7 +144,7 @@ class Save:
         )
         self._files: dict[str, bytes] = {}  # files of rank 0 besides the tensors
         try:
-            self._together.on_rank_0(lambda: self._begin(info, ledger))
+            self._agreement.on_rank_0(lambda: self._begin(info, ledger))
             self._part = self._planned(policy, staging)
         except CheckpointError:
             self._clear()
@@ -160,9 +164,9 @@ class Save:
         work = self._work
         try:
             if self._all_wrote:
-                self._together.on_all(work.result)
+                self._agreement.on_all(work.result)
                 return True
-            of_all = self._together.on_all(lambda: self._part.gathered(work.result))
+            of_all = self._agreement.on_all(lambda: self._part.gathered(work.result))
         except CheckpointError:
             self._clear()
             raise
@@ -193,10 +197,10 @@ class Save:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
 
-    def _planned(self, policy: Policy, staging: Staging | None) -> Part:
+    def _planned(self, policy: Policy, staging: TensorStaging | None) -> CheckpointPart:
         """Return this rank's part of the policy, as it is now."""
         topology = self._topology
-        sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
+        sharded, common = self._agreement.on_all(  # parts split over ranks, parts all hold
             lambda: save_preprocess(
                 {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
             )
@@ -207,9 +211,11 @@ class Save:
             sharded, keep_only_main_replica=True
         )
         if staging is not None:
-            self._together.on_all(lambda: _stage(by_key, staging))
-        return self._together.on_all(
-            lambda: Part(by_key, self._unfinished, self._on_tensor, is_staged=staging is not None)
+            self._agreement.on_all(lambda: _stage(by_key, staging))
+        return self._agreement.on_all(
+            lambda: CheckpointPart(
+                by_key, self._unfinished, self._on_tensor, is_staged=staging is not None
+            )
         )
 
     def _write(self) -> list[WriteResult]:
@@ -244,7 +250,7 @@ class Save:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
-def _stage(by_key: dict[str, list[ShardedBase]], staging: Staging) -> None:
+def _stage(by_key: dict[str, list[ShardedBase]], staging: TensorStaging) -> None:
     """Replace tensors that training changes by copies."""
     tensors = [
         tensor for many in by_key.values() for tensor in many if isinstance(tensor, ShardedTensor)

@@ -15,8 +15,8 @@ from slipstream.learner.checkpoints import random_numbers
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state
 from slipstream.learner.checkpoints.identity import dtype_name, is_of_layout, refuse_other_model
-from slipstream.learner.checkpoints.other_form import load_other_form
-from slipstream.learner.checkpoints.together import reason_of
+from slipstream.learner.checkpoints.optimizer_resharding import load_resharded
+from slipstream.learner.checkpoints.rank_agreement import reason_of
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
@@ -64,7 +64,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
     if info.has_divided_optimizer == policy.divides_optimizer:
         state = _on_all(lambda: _load(wanted, folder), folder)
     else:
-        state = load_other_form(
+        state = load_resharded(
             wanted,
             lambda part: _on_all(lambda: _load(part, folder), folder),
             has_float32=dtype_name(policy.model) == "float32",

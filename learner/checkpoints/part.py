@@ -28,7 +28,7 @@ from slipstream.learner.model import device
 _AHEAD_BYTES = 10_000_000  # bytes copied from the GPU during other writes; torch's default
 
 
-class Part:
+class CheckpointPart:
     """One rank's part of a checkpoint: planned by all ranks together, then written by each alone.
 
     This is torch's ``save`` in two halves. The asynchronous saves of torch and Megatron run

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.context import TokenSplit
-from slipstream.learner.model.cuda_attention import Bounds, cuda_attention, has_kernel
+from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
 from slipstream.learner.model.expert_choices import ExpertChoices
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
@@ -70,7 +70,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         return group_by_length(self.cu_seqlens_q)
 
     @cached_property
-    def pieces(self) -> tuple[Bounds, ...]:
+    def pieces(self) -> tuple[AttentionBounds, ...]:
         """Bounds of the sequences of queries and keys, for each run of this rank's queries.
 
         A run has no queries of the sequences before it, and no keys of the sequences after it.
@@ -78,7 +78,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         bounds: Tensor = self.cu_seqlens_q
         longest: int = self.max_seqlen_q
         return tuple(
-            Bounds(
+            AttentionBounds(
                 bounds.clamp(first, end) - first,
                 bounds.clamp(max=end),
                 min(longest, end - first),
@@ -141,7 +141,7 @@ class VarlenCoreAttention(torch.nn.Module):
 
 
 def bounded_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
 ) -> Tensor:
     """Return attention of the last tokens of sequences to all before them, in any type.
 

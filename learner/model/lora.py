@@ -48,7 +48,7 @@ _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerShare:
     """A layer's tensors in the whole model, and this rank's share of them."""
 
     parameter: Parameter
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
 
     def __init__(
         self,
-        place: Place,
+        place: LayerShare,
         parts: Mapping[int, LowRank],
         outputs: Sequence[int],
         *,
@@ -191,7 +191,7 @@ class LoraAdapters:
             for adapter in self._of.values():
                 adapter.is_on = True
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.nn.Parameter, Place, int]]:
+    def named_tensors(self) -> Iterator[tuple[str, torch.nn.Parameter, LayerShare, int]]:
         """Yield PEFT's name of each tensor, this rank's share, and the dimension that is split."""
         for adapter in self._of.values():
             for tensor, part in adapter.named_parts():
@@ -250,7 +250,7 @@ def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankMod
         }
         if not wanted:
             continue
-        place = Place(parameter, geometry_of(model.hf_config), *split_of(name, weight))
+        place = LayerShare(parameter, geometry_of(model.hf_config), *split_of(name, weight))
         adapter = _adapter_for(model, place, wanted, facts, seed)
         layer.add_module(ADAPTER, adapter.to(device.device()))
         layer.forward = types.MethodType(_adapted, layer)
@@ -270,7 +270,11 @@ def _linear_layers(model: RankModel) -> Iterator[torch.nn.Module]:
 
 
 def _adapter_for(
-    model: RankModel, place: Place, wanted: Mapping[int, HfTensor], facts: AdapterFacts, seed: int
+    model: RankModel,
+    place: LayerShare,
+    wanted: Mapping[int, HfTensor],
+    facts: AdapterFacts,
+    seed: int,
 ) -> Adapter:
     sizes, dtype = model.hf_config.sizes, model.config.params_dtype
     outputs, parts = [], {}

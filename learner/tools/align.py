@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
 
 
-class Recorder:
+class LayerRecorder:
     """Records outputs of this rank's layers, with their tokens."""
 
     def __init__(self, model: "RankModel", topology: "Topology", num_tokens: int) -> None:
@@ -84,7 +84,7 @@ def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
     batch = pack([_trained(tokens) for tokens in sequences], device.device())
     with topology_of(settings, folder, rank) as topology:
         model = load_model(settings.learner, settings.model)
-        recorder = Recorder(model, topology, sum(map(len, sequences)))
+        recorder = LayerRecorder(model, topology, sum(map(len, sequences)))
         (logprobs,) = ReferencePolicy(model, topology).logprobs([batch])
         arrays: dict[str, Any] = dict(recorder.arrays)
         arrays[LOGPROBS] = logprobs.float().cpu().numpy()[:, None]

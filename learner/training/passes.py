@@ -64,7 +64,7 @@ class RowHead(Head[Tensor]):
         return values[0]
 
 
-class Passes(Generic[Output]):
+class ModelPasses(Generic[Output]):
     """Runs microbatches through the chunks of one model on this rank."""
 
     def __init__(

@@ -27,7 +27,7 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.offload import Offload, Tenant
-from slipstream.learner.training.passes import Passes, RowHead, Share
+from slipstream.learner.training.passes import ModelPasses, RowHead, Share
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
 from slipstream.learner.training.trainable import LossFunction, Trainable
 from slipstream.wire.settings.sections import RoutingReplay
@@ -63,7 +63,7 @@ class ReferencePolicy(RowHead):
     ) -> None:
         self._model = model
         self._topology = topology
-        self._passes = Passes(model.chunks, self, topology)
+        self._passes = ModelPasses(model.chunks, self, topology)
         self._offload = offload
         self.weights = weights
 
@@ -165,8 +165,8 @@ class Policy(Trainable[PolicyOutputs]):
         without its adapters replaces a ``reference``. ``renews_reference`` is set if
         ``renew_reference`` will be called, ``needs_full_kl`` if a loss needs the KL from the
         reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
-        ``offload`` is shared by all models of this rank; ``replay`` is that of ``Passes``, for this
-        model only.
+        ``offload`` is shared by all models of this rank; ``replay`` is that of ``ModelPasses``,
+        for this model only.
         """
         super().__init__(
             model, settings, topology, decay_steps=decay_steps, offload=offload, replay=replay

@@ -36,7 +36,7 @@ from slipstream.learner.training.optimizer import (
     use_fused_kernels,
     without_hybrid_settings,
 )
-from slipstream.learner.training.passes import Head, Passes
+from slipstream.learner.training.passes import Head, ModelPasses
 from slipstream.learner.training.replicas import Replicas
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RoutingReplay
@@ -72,7 +72,7 @@ class Trainable(Head[Output]):
     ) -> None:
         """Wrap a model; the learning rate's decay ends at ``decay_steps``.
 
-        ``offload`` is shared by all models of this rank; ``replay`` is that of ``Passes``.
+        ``offload`` is shared by all models of this rank; ``replay`` is that of ``ModelPasses``.
 
         Raises:
             ConfigError: weights are float32, and a share of the optimizer should be on the host.
@@ -87,7 +87,7 @@ class Trainable(Head[Output]):
         self.divides_optimizer = settings.distributed_optimizer
         self._topology = topology
         self._chunks = _wrapped_chunks(model, settings)
-        self.passes = Passes(self._chunks, self, topology, replay=replay)
+        self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
         self._optimizer = _optimizer_of(self._chunks, settings, model.config)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()

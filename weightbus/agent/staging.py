@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.weightbus.agent.held import HeldBuckets
+from slipstream.weightbus.agent.bucket_holdings import HeldBuckets
 from slipstream.weightbus.net.curve import FETCH_AHEAD
 from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_bytes_of
 from slipstream.weightbus.version.disk import check_digest

@@ -27,7 +27,7 @@ from slipstream.weightbus.agent.updates import (
 )
 from slipstream.weightbus.net.curve import connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
-from slipstream.weightbus.version.engine_checksums import holder_of
+from slipstream.weightbus.version.engine_checksums import engine_layout_of
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
@@ -96,7 +96,7 @@ class Subscriber:
             on_pause=on_pause,
             on_adopt=on_adopt,
             on_probe=on_probe,
-            holder=holder_of(join),
+            engine_layout=engine_layout_of(join),
             others=others,
         )
 

@@ -13,7 +13,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
-from slipstream.weightbus.version.engine_checksums import Holder, check_same, digest_of
+from slipstream.weightbus.version.engine_checksums import EngineLayout, check_same, digest_of
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.bounds import shortened
@@ -109,10 +109,10 @@ class EngineUpdates:
         on_pause: Callable[[], None],
         on_adopt: OnAdopt,
         on_probe: OnProbe = ignore,
-        holder: Holder | None = None,
+        engine_layout: EngineLayout | None = None,
         others: OtherHosts | None = None,
     ) -> None:
-        """Control an engine with this layout of tensors; ``holder`` None is one rank on a CPU.
+        """Control an engine with these tensors; an ``engine_layout`` of None is one rank on a CPU.
 
         ``on_adopt`` gets the version that the engine generates with, and the seconds that the
         engine stood still for it; None is all the time since ``on_pause``.
@@ -120,7 +120,7 @@ class EngineUpdates:
         """
         self._engine = engine
         self._others = others
-        self._holder = holder or Holder()
+        self._engine_layout = engine_layout or EngineLayout()
         self._tensors = tensors
         self._staging = staging
         self._on_pause = on_pause
@@ -215,14 +215,14 @@ class EngineUpdates:
 
     async def _receive(self, command: Receive, fetcher: BucketFetcher) -> Outcome:
         """Get a version; compute its expected checksums while the engine generates."""
-        manifest, holder = command.manifest, self._holder
+        manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
         self._engines = () if command.path else fetcher.engines
         since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
-                lambda: expected_of_version(bits_in_folder(received, manifest), holder)
+                lambda: expected_of_version(bits_in_folder(received, manifest), engine_layout)
             )
         seconds = {"expect": time.monotonic() - since_s}
         num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there

@@ -15,9 +15,9 @@ from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.net.proofs import (
     Authenticator,
+    DoorRefusals,
     Proof,
     ProofsAtDoor,
-    Refusals,
     proof_of_member,
 )
 from slipstream.wire.errors import ConfigError
@@ -52,7 +52,7 @@ class KeyedListener:
         *,
         key: ClientKey | None = None,
         is_plain: bool = False,
-        refusals: Refusals | None = None,
+        refusals: DoorRefusals | None = None,
     ) -> None:
         """Make a key, unless one is given; doors for buckets encrypt nothing if ``is_plain``.
 
@@ -73,7 +73,7 @@ class KeyedListener:
             secret=self._secret.decode(),
             is_admitted=lambda key: self.name_of(key) is not None,
         )
-        self.refusals = refusals or Refusals()
+        self.refusals = refusals or DoorRefusals()
 
     def admit(self, holders: Mapping[str, str]) -> None:
         """Admit these keys (Z85) only; values are names."""
@@ -179,7 +179,7 @@ class RemoteListener(KeyedListener):
     setting = "weightbus.listen"
 
     def __init__(
-        self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
+        self, listen: str, *, is_plain: bool = False, refusals: DoorRefusals | None = None
     ) -> None:
         """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
 

@@ -130,7 +130,7 @@ class Authenticator(AsyncioAuthenticator):
         return is_known, b"OK" if is_known else b"Unknown key"
 
 
-class Refusals:
+class DoorRefusals:
     """Counts refusals without an answer, and logs them once a minute at most."""
 
     def __init__(

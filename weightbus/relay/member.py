@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
@@ -40,7 +40,7 @@ class Member:
         self,
         peer: bytes,
         join: Join,
-        router: Router,
+        router: MessageRouter,
         *,
         name: str,
         relay: str = "",
@@ -75,7 +75,7 @@ class Member:
         self._gone = ""
 
     @property
-    def place(self) -> tuple[Router, bytes]:
+    def place(self) -> tuple[MessageRouter, bytes]:
         """Its agent's connection."""
         return self.router, self.peer
 

@@ -15,7 +15,7 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.parts import Holds, KnownKeys
+from slipstream.weightbus.version.part_book import Holds, KnownKeys
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
-from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
-from slipstream.weightbus.version.engine_checksums import Holder, digest_of
+from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode_manifest
@@ -54,9 +54,9 @@ class Publication:
         self.on_gpu = BucketsOnGpu(snapshot)
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._own: asyncio.Future[dict[str, str]] | None = None
-        self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
+        self._expected: dict[EngineLayout, asyncio.Future[dict[str, str]]] = {}
         self._digest = ""
-        self._digests: dict[Holder, str] = {}  # digests of the expected checksums
+        self._digests: dict[EngineLayout, str] = {}  # digests of the expected checksums
         self._encoded: msgspec.Raw | None = None
         self._begun: set[asyncio.Future[Any]] = set()  # computations that are not done
 
@@ -131,14 +131,14 @@ class Publication:
         self._encoded = self._encoded or encode_manifest(manifest)
         return self._encoded
 
-    def begin_checksums(self, of: Holder) -> asyncio.Future[dict[str, str]]:
+    def begin_checksums(self, of: EngineLayout) -> asyncio.Future[dict[str, str]]:
         """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
         if of not in self._expected:
             self._expected[of] = self.in_thread(lambda: expected_of_version(tensors, of))
         return self._expected[of]
 
-    def digest_expected(self, of: Holder) -> str:
+    def digest_expected(self, of: EngineLayout) -> str:
         """Return the digest of ``expected`` if it is computed already, else an empty string."""
         if of not in self._digests:
             future = self._expected.get(of)
@@ -147,7 +147,7 @@ class Publication:
             self._digests[of] = digest_of(future.result())
         return self._digests[of]
 
-    async def expected(self, of: Holder) -> dict[str, str]:
+    async def expected(self, of: EngineLayout) -> dict[str, str]:
         """Return the checksums of an engine that holds this version."""
         return await asyncio.shield(self.begin_checksums(of))
 

@@ -1,6 +1,6 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-fleet.py and course.py decide the next phase and its members; this module waits and sends.
+fleet.py and publish_state.py decide the next phase and its members; this module waits and sends.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from slipstream.weightbus.net.curve import (
     num_connections,
     proved,
 )
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.chain import Chains, may_be_source
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.member import PROBE_S, Member
-from slipstream.weightbus.relay.parts import Parts
-from slipstream.weightbus.relay.served import Reading, Versions
+from slipstream.weightbus.relay.served import VersionReading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
@@ -66,11 +66,11 @@ _SHARE = 1 / 16  # share of the descriptors for each of the two sockets on this 
 _MAX_PROBES = 200  # sent at a time: bounds the cost of slow members
 
 
-class Sender(NamedTuple):
+class MessageOrigin(NamedTuple):
     """Origin of a message."""
 
     peer: bytes  # routing id
-    router: Router
+    router: MessageRouter
     prefix: str  # prefix of its engines' names
     key: str  # key that it proved; empty on this host
 
@@ -118,7 +118,7 @@ class Publisher:
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
         self._heard = encode(Heard(relay=self._incarnation))
         self._members: dict[str, Member] = {}
-        self._by_place: dict[tuple[Router, bytes], Member] = {}
+        self._by_place: dict[tuple[MessageRouter, bytes], Member] = {}
         self._num_events = 0  # events that may make another serving due
         self._waits_because = ""  # last reason that a part did not keep a version
         self._is_starved = False  # a serving was due, and no version could be read
@@ -204,7 +204,7 @@ class Publisher:
     # ---- membership ----------------------------------------------------------
 
     async def _listen(self, socket: zmq.asyncio.Socket, listener: RemoteListener | None) -> None:
-        router = Router(socket)
+        router = MessageRouter(socket)
 
         def take(received: list[zmq.Frame]) -> None:
             peer, *frames = received
@@ -223,7 +223,7 @@ class Publisher:
             except ProtocolError as error:
                 _malformed.say("malformed message on the weight bus: %s", error)
                 return
-            self._take(Sender(peer.bytes, router, prefix, key), message)
+            self._take(MessageOrigin(peer.bytes, router, prefix, key), message)
 
         await router.run(take)
 
@@ -231,7 +231,7 @@ class Publisher:
         self,
         part: int,
         peer: bytes,
-        router: Router,
+        router: MessageRouter,
         listener: RemoteListener,
         frames: Sequence[zmq.Frame],
     ) -> None:
@@ -257,7 +257,7 @@ class Publisher:
         except (ProtocolError, PublishError) as error:
             _log.warning("a report of part %d of the learner: %s", part, error)
 
-    def _take(self, sender: Sender, message: AgentMessage) -> None:
+    def _take(self, sender: MessageOrigin, message: AgentMessage) -> None:
         member = self._by_place.get((sender.router, sender.peer))
         match message:
             case Join():
@@ -271,7 +271,7 @@ class Publisher:
                 if member is not None:
                     member.take(message)
 
-    def _joined(self, sender: Sender, join: Join) -> None:
+    def _joined(self, sender: MessageOrigin, join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         there = self._by_place.get((sender.router, peer))
@@ -421,7 +421,7 @@ class Publisher:
                             break
                         changed = self._versions.changed  # a reading ended that no serving awaits
 
-    def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+    def _start(self, serving: Serving, reading: VersionReading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
@@ -429,7 +429,7 @@ class Publisher:
         if serving.group is None:
             self._alone[serving.seats[0]] = task
 
-    def _place(self, member: Member, serving: Serving, reading: Reading) -> None:
+    def _place(self, member: Member, serving: Serving, reading: VersionReading) -> None:
         """Choose a member's source of a version that every part keeps."""
         self._leave_chain(member)
         member.before = self._before(member, serving, reading)
@@ -438,7 +438,7 @@ class Publisher:
         else:
             member.first_part = next(self._turns)  # members begin with different hosts
 
-    def _before(self, member: Member, serving: Serving, reading: Reading) -> Member | None:
+    def _before(self, member: Member, serving: Serving, reading: VersionReading) -> Member | None:
         """Return the member that serves another with a version; None for the relay.
 
         Members of a chain are on other hosts, and offer a door.
@@ -466,7 +466,9 @@ class Publisher:
                 with suppress(PublishError):  # the member is gone; its outcome does not matter
                     member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
 
-    async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
+    async def _serve(
+        self, serving: Serving, members: list[Member], reading: VersionReading
+    ) -> None:
         """Bring members to a version; report the results in a record and to the fleet."""
         group = serving.group
         try:
@@ -499,7 +501,7 @@ class Publisher:
         for state in self._states.values():
             await state.keep(wanted)
 
-    async def _is_held(self, reading: Reading) -> bool:
+    async def _is_held(self, reading: VersionReading) -> bool:
         """True if every part of the learner keeps the version: no engine is touched before."""
         try:
             await reading.publication.manifest()

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.layout import part_layout
-from slipstream.weightbus.version.parts import PartBook
+from slipstream.weightbus.version.part_book import PartBook
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -46,7 +46,7 @@ class _LearnerMemory:
         return next((v for v in self.slots.whole if others is None or others.is_complete(v)), None)
 
 
-class Reading:
+class VersionReading:
     """A version that is not overwritten until ``end``."""
 
     def __init__(self, publication: Publication, on_end: Callable[[], None]) -> None:
@@ -224,7 +224,7 @@ class Versions:
                 old.memory.close()
                 self._sources.remove(old)
 
-    def read(self) -> "Reading | None":
+    def read(self) -> "VersionReading | None":
         """Return the newest version, which is not overwritten until its ``end``.
 
         None while no version is whole, or while two others are being read.
@@ -235,16 +235,16 @@ class Versions:
             return None
         publication = source.publications[slot]
         self._reading[publication] += 1
-        return Reading(publication, lambda: self._ended(source, slot, publication))
+        return VersionReading(publication, lambda: self._ended(source, slot, publication))
 
-    def glance(self) -> "Reading | None":
+    def glance(self) -> "VersionReading | None":
         """Return the newest version, which may be overwritten while it is read; None without one.
 
         If ``find`` still returns the same publication afterwards, it was not overwritten.
         """
         version = self.newest
         publication = self.find(version) if version is not None else None
-        return Reading(publication, self.wake) if publication is not None else None
+        return VersionReading(publication, self.wake) if publication is not None else None
 
     def _ended(self, source: _LearnerMemory, slot: int, publication: Publication) -> None:
         source.slots.end(slot)

@@ -13,8 +13,8 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.deltas import Deltas
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.part import PartRelay
-from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import part_layout, plan_layout

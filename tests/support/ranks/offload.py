@@ -61,7 +61,7 @@ def main(folder: Path, work: Path) -> None:
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training import trainable
-    from slipstream.learner.training.passes import Passes
+    from slipstream.learner.training.passes import ModelPasses
 
     everything = train_sequences()
     batch, plan = pack(everything, device.device()), whole_plan(everything)
@@ -76,8 +76,8 @@ def main(folder: Path, work: Path) -> None:
 
         return call
 
-    Passes.forward = observed("forward", Passes.forward)  # type: ignore[method-assign]
-    Passes.train = observed("train", Passes.train)  # type: ignore[method-assign]
+    ModelPasses.forward = observed("forward", ModelPasses.forward)  # type: ignore[method-assign]
+    ModelPasses.train = observed("train", ModelPasses.train)  # type: ignore[method-assign]
     trainable.step_with = observed("update", trainable.step_with)
 
     report: dict[str, object] = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.weightbus.version.disk import write_version
-from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums
+from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
 from slipstream.weightbus.version.tensor_bits import bits_in, bits_in_folder, bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.versions import PolicyVersion
@@ -41,8 +41,8 @@ def test_the_memory_of_a_version_and_its_file_hold_the_same_bits(tmp_path: Path)
         assert all(np.array_equal(found[name], bits_of(TENSORS[name])) for name in TENSORS)
 
 
-@pytest.mark.parametrize("of", [Holder(), Holder("cpu", 2), Holder("cuda", 2)])
-def test_checksums_are_those_of_the_tensors(of: Holder):
+@pytest.mark.parametrize("of", [EngineLayout(), EngineLayout("cpu", 2), EngineLayout("cuda", 2)])
+def test_checksums_are_those_of_the_tensors(of: EngineLayout):
     sent = snapshot()
     found = expected_checksums(bits_in(sent.memory.numpy(), sent.layout), of)
     assert found == expected_checksums(TENSORS, of)

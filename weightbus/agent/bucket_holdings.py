@@ -9,7 +9,7 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Position of a bucket in the memory, in bytes."""
 
     start: int
@@ -55,7 +55,7 @@ class HeldBuckets:
         found = self._manifest
         return found is not None and found.version == version and index in self._indices
 
-    async def until(self, version: PolicyVersion, index: int) -> Place:
+    async def until(self, version: PolicyVersion, index: int) -> BucketPlace:
         """Wait until a bucket is whole; return its place.
 
         Raises:
@@ -71,7 +71,7 @@ class HeldBuckets:
                 if not 0 <= index < len(found.buckets):
                     raise PublishError("there is no such bucket")
                 if index in self._indices:
-                    return Place(self._starts[index], found.buckets[index].num_bytes)
+                    return BucketPlace(self._starts[index], found.buckets[index].num_bytes)
             elif found is not None and version < found.version:
                 raise PublishError("a newer version has taken its place")
             elif version == self._lost:

@@ -2,17 +2,17 @@
 
 import pytest
 
-from slipstream.weightbus.relay.course import (
+from slipstream.weightbus.relay.publish_state import (
     LIVE,
     OTHER_FAILED,
     STAGED,
-    Course,
     Phase,
+    PublishState,
     is_check_due,
 )
 
 
-def after(course: "Course[str]", *failures: dict[str, str]) -> "Course[str]":
+def after(course: "PublishState[str]", *failures: dict[str, str]) -> "PublishState[str]":
     for failed in failures:
         course.done(failed)
     return course
@@ -20,7 +20,7 @@ def after(course: "Course[str]", *failures: dict[str, str]) -> "Course[str]":
 
 @pytest.mark.parametrize("phases", [LIVE, STAGED])
 def test_all_phases_run_once_if_no_member_fails(phases: tuple[Phase, ...]):
-    course, seen = Course(["a", "b"], phases), []
+    course, seen = PublishState(["a", "b"], phases), []
     while course.phase is not None:
         seen.append(course.phase)
         course.done({})
@@ -29,13 +29,13 @@ def test_all_phases_run_once_if_no_member_fails(phases: tuple[Phase, ...]):
 
 
 def test_failed_member_is_left_out_and_the_others_continue():
-    course = after(Course(["a", "b"], LIVE), {"a": "refused"})
+    course = after(PublishState(["a", "b"], LIVE), {"a": "refused"})
     assert (course.phase, course.members) == (Phase.PREPARE, ["b"])
     assert course.failed == {"a": "refused"}
 
 
 def test_a_group_is_made_anew_for_those_that_are_left():
-    course = after(Course(["a", "b", "c"], LIVE), {}, {"a": "late"})
+    course = after(PublishState(["a", "b", "c"], LIVE), {}, {"a": "late"})
     assert (course.phase, course.members) == (Phase.PREPARE, ["b", "c"])
     assert after(course, {}).phase is Phase.PAUSE
     assert after(course, {}, {"b": "late"}).phase is Phase.PREPARE_AGAIN
@@ -43,13 +43,13 @@ def test_a_group_is_made_anew_for_those_that_are_left():
 
 
 def test_failure_during_the_transfer_fails_all_members():
-    course = after(Course(["a", "b"], LIVE), {}, {}, {}, {}, {"b": "died"})
+    course = after(PublishState(["a", "b"], LIVE), {}, {}, {}, {}, {"b": "died"})
     assert (course.phase, course.members) == (Phase.VERIFY, [])
     assert course.failed == {"a": OTHER_FAILED, "b": "died"}
 
 
 def test_member_that_does_not_adopt_fails_alone():
-    course = after(Course(["a", "b"], STAGED), {}, {"a": "torn"})
+    course = after(PublishState(["a", "b"], STAGED), {}, {"a": "torn"})
     assert (course.phase, course.members, course.failed) == (None, ["b"], {"a": "torn"})
 
 

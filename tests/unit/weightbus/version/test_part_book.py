@@ -1,6 +1,6 @@
 """Whom a part lets fetch, as heads come and go."""
 
-from slipstream.weightbus.version.parts import KnownKeys, digest_of_keys
+from slipstream.weightbus.version.part_book import KnownKeys, digest_of_keys
 
 KEYS, MORE = {"a": "gpu-1"}, {"a": "gpu-1", "b": "gpu-2"}
 DIGEST = digest_of_keys(KEYS)

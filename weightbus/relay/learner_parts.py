@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from slipstream.weightbus.version.layout import names_by_part
-from slipstream.weightbus.version.parts import digest_of_keys
+from slipstream.weightbus.version.part_book import digest_of_keys
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.parts import (

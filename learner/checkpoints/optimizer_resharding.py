@@ -21,7 +21,7 @@ _DIVIDED, _WHOLE = f"{_STATE}param.", f"{_STATE}fp32_param."
 _PLACES = (("optimizer",), ("critic", "optimizer"))
 
 
-def load_other_form(wanted: dict[str, Any], load: Load, *, has_float32: bool) -> dict[str, Any]:
+def load_resharded(wanted: dict[str, Any], load: Load, *, has_float32: bool) -> dict[str, Any]:
     """Return the state that ``wanted`` asks for, from a checkpoint with the other form.
 
     Args:

@@ -22,7 +22,7 @@ class CheckpointStuckError(CheckpointError):
     """A checkpoint is still being written, without progress."""
 
 
-class Together:
+class RankAgreement:
     """Runs parts of a save so that all ranks learn if all succeeded."""
 
     def __init__(self, target: Path, topology: Topology) -> None:

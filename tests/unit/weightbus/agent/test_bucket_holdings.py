@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from slipstream.weightbus.agent.held import HeldBuckets, Place
+from slipstream.weightbus.agent.bucket_holdings import BucketPlace, HeldBuckets
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import Bucket, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
@@ -19,7 +19,7 @@ def manifest(version: PolicyVersion) -> WeightManifest:
     return msgspec.structs.replace(MANIFEST, version=version)
 
 
-async def waiter(held: HeldBuckets, index: int = 1) -> "asyncio.Task[Place]":
+async def waiter(held: HeldBuckets, index: int = 1) -> "asyncio.Task[BucketPlace]":
     task = asyncio.create_task(held.until(VERSION, index))
     await asyncio.sleep(0)
     assert not task.done()
@@ -36,9 +36,9 @@ async def test_a_bucket_is_had_once_it_is_added():
     assert not early.done()
     assert not held.holds(VERSION, 1)
     held.add(1)
-    assert await early == Place(108, 24)
+    assert await early == BucketPlace(108, 24)
     assert held.holds(VERSION, 1)
-    assert await held.until(VERSION, 0) == Place(100, 8)
+    assert await held.until(VERSION, 0) == BucketPlace(100, 8)
 
 
 @pytest.mark.parametrize("end", ["failed", "again", "newer"])
@@ -78,4 +78,4 @@ async def test_a_version_whose_publish_failed_is_not_waited_for_unless_it_is_her
     again = await waiter(held)
     held.lose(VERSION)  # its engine could not load it, but it is here
     held.add(1)
-    assert await again == Place(108, 24)
+    assert await again == BucketPlace(108, 24)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 
-class Laps:
+class PhaseTimes:
     """Seconds between calls, by name."""
 
     def __init__(self, now: Callable[[], float]) -> None:

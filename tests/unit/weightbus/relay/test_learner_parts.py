@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from slipstream.weightbus.relay.parts import Parts
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.version.layout import plan_layout
-from slipstream.weightbus.version.parts import digest_of_keys
+from slipstream.weightbus.version.part_book import digest_of_keys
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.parts import (

@@ -26,7 +26,7 @@ from slipstream.wire.messages.status import EvalPoint
 _log = logging.getLogger(__name__)
 
 
-class Kept:
+class RetainedCheckpoints:
     """Complete checkpoints: their evaluations, the best one, and which to remove.
 
     A checkpoint being replaced is left out: at any time its name may lead to the old or the new.

@@ -29,7 +29,7 @@ _REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # done again whenever a member
 OTHER_FAILED = "another engine of its group failed"
 
 
-class Course(Generic[M]):
+class PublishState(Generic[M]):
     """The remaining members of a publish and their next phase.
 
     A member that fails in a phase takes part in none that follows. If one fails while bytes move,
