@@ -45,9 +45,9 @@ from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     BusMessage,
+    CommandOutcome,
     Join,
     Offer,
-    Outcome,
     PublishRecord,
     RelayAddress,
 )
@@ -230,7 +230,7 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
 
         def counted(
             member: Member, command: Callable[[int], BusMessage]
-        ) -> "asyncio.Future[Outcome]":
+        ) -> "asyncio.Future[CommandOutcome]":
             sent.append(None)
             return send(member, command)
 

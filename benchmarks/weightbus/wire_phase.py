@@ -38,7 +38,7 @@ from slipstream.weightbus.relay.transports.base import RelayState
 from slipstream.weightbus.relay.transports.collective import Collective
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.messages.codec import decode_agent_message
-from slipstream.wire.messages.weightbus import Join, Outcome
+from slipstream.wire.messages.weightbus import CommandOutcome, Join
 
 RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
 OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB}))
@@ -141,7 +141,7 @@ class _Relay:
                 self._answers[name].put_nowait(json.loads(frame[1:]))
             else:
                 message = decode_agent_message(frame)
-                if isinstance(message, Outcome):
+                if isinstance(message, CommandOutcome):
                     by_name[name].take(message)
 
         await self._router.run(take)

@@ -251,7 +251,7 @@ class BucketFetcher:
         sources: Sequence[Sequence[BulkDoor]] = (),
         first_part: int = 0,
     ) -> "Receiving":
-        """Prepare to fetch a version; ``sources`` are those of Receive.
+        """Prepare to fetch a version; ``sources`` are those of ReceiveVersion.
 
         Raises:
             PublishError: there is no relay, a part has no door, a door proves no key, or others

@@ -33,7 +33,14 @@ from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Admit, Heard, Join, Leave, Outcome, RelayAddress
+from slipstream.wire.messages.weightbus import (
+    Admit,
+    CommandOutcome,
+    Join,
+    JoinAcknowledged,
+    Leave,
+    RelayAddress,
+)
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
@@ -137,7 +144,7 @@ class Subscriber:
             connections=self._connections,
             traffic=self.traffic,
         )
-        commands: asyncio.Queue[Order | Heard] = asyncio.Queue(_MAX_COMMANDS)
+        commands: asyncio.Queue[Order | JoinAcknowledged] = asyncio.Queue(_MAX_COMMANDS)
         forwarder = self._forwarder
         try:
             if forwarder is not None:
@@ -194,7 +201,7 @@ class Subscriber:
         self,
         socket: zmq.asyncio.Socket,
         fetcher: BucketFetcher,
-        commands: asyncio.Queue[Order | Heard],
+        commands: asyncio.Queue[Order | JoinAcknowledged],
     ) -> None:
         """Record the relay's messages, also while the engine is busy, and queue its commands."""
         while True:
@@ -207,7 +214,7 @@ class Subscriber:
             self._last_message_s = self._now()
             if isinstance(command, Admit):
                 await socket.send_multipart(cut([encode(self._admit(command))]))
-            elif not isinstance(command, Heard):
+            elif not isinstance(command, JoinAcknowledged):
                 await commands.put(command)
             elif command.relay != self._relay:
                 if self._relay:
@@ -216,18 +223,18 @@ class Subscriber:
                 self._relay = command.relay
                 await commands.put(command)
 
-    def _admit(self, command: Admit) -> Outcome:
+    def _admit(self, command: Admit) -> CommandOutcome:
         self.traffic.commands += 1
         if self._forwarder is None:
-            return Outcome(command_id=command.command_id, error="it forwards nothing")
+            return CommandOutcome(command_id=command.command_id, error="it forwards nothing")
         self._forwarder.admit(command.version, command.keys)
-        return Outcome(command_id=command.command_id)
+        return CommandOutcome(command_id=command.command_id)
 
     async def _execute_all(
         self,
         socket: zmq.asyncio.Socket,
         fetcher: BucketFetcher,
-        commands: asyncio.Queue[Order | Heard],
+        commands: asyncio.Queue[Order | JoinAcknowledged],
     ) -> None:
         updates = self._updates
         while True:
@@ -238,7 +245,7 @@ class Subscriber:
                 if updates.is_paused and self._last_message_s < self._now() - self._silence_s:
                     await updates.abandon(f"the relay was silent for {self._silence_s:g} s")
                 continue
-            if isinstance(command, Heard):
+            if isinstance(command, JoinAcknowledged):
                 if updates.is_paused:
                     await updates.abandon("the relay that paused it has been replaced")
                 continue

@@ -24,20 +24,20 @@ from slipstream.wire.messages.weightbus import (
     Abandon,
     Adopt,
     BulkDoor,
+    CommandOutcome,
     Commit,
     LoadBucket,
     Offer,
     OpenGroup,
-    Outcome,
     Pause,
-    Receive,
+    ReceiveVersion,
     RelayAddress,
     Verify,
 )
 
 _log = logging.getLogger(__name__)
 Order: TypeAlias = (
-    OpenGroup | Abandon | Offer | Receive | Adopt | Pause | LoadBucket | Verify | Commit
+    OpenGroup | Abandon | Offer | ReceiveVersion | Adopt | Pause | LoadBucket | Verify | Commit
 )
 
 
@@ -52,7 +52,9 @@ def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None, _engines: Sequ
 class OtherHosts(Protocol):
     """The other hosts of an engine whose ranks are on several."""
 
-    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+    async def fetch_too(
+        self, receive: ReceiveVersion, relay: RelayAddress, *, may_be_read: bool
+    ) -> int:
         """Order each host to fetch a version into its memory; return the bytes that they fetched.
 
         Raises PublishError. With ``may_be_read`` the ranks there may still load an earlier
@@ -74,8 +76,8 @@ async def fetch_into(
         staging: The memory.
         manifest: Description of the version.
         fetcher: Fetcher that is connected to a relay.
-        sources: Doors, from Receive.
-        first_part: Part to begin with, from Receive.
+        sources: Doors, from ReceiveVersion.
+        first_part: Part to begin with, from ReceiveVersion.
 
     Raises:
         PublishError: the version did not arrive whole.
@@ -141,7 +143,7 @@ class EngineUpdates:
         self.is_paused = False
         self.adopted: PolicyVersion | None = None
 
-    async def execute(self, command: Order, fetcher: BucketFetcher) -> Outcome:
+    async def execute(self, command: Order, fetcher: BucketFetcher) -> CommandOutcome:
         """Carry out a command; a failure is returned as its outcome."""
         number = command.command_id
         try:
@@ -150,7 +152,7 @@ class EngineUpdates:
                     self._offer(manifest)
                 case OpenGroup():
                     await self._open_group(command)
-                case Receive():
+                case ReceiveVersion():
                     return await self._receive(command, fetcher)
                 case Adopt():
                     return await self._adopt(command)
@@ -158,7 +160,7 @@ class EngineUpdates:
                     self._pausing()
                     in_flight = await self._engine.pause_for_update()
                     self._is_open = True
-                    return Outcome(command_id=number, num_in_flight=in_flight)
+                    return CommandOutcome(command_id=number, num_in_flight=in_flight)
                 case LoadBucket(index=index, group_name=group_name):
                     await self._load_bucket(index, group_name)
                 case Verify():
@@ -174,12 +176,14 @@ class EngineUpdates:
             self._has_failed = True
             self._lose(command)
             _log.warning("%s failed: %s", type(command).__name__, error)
-            return Outcome(command_id=number, error=shortened(str(error)))
-        return Outcome(command_id=number)
+            return CommandOutcome(command_id=number, error=shortened(str(error)))
+        return CommandOutcome(command_id=number)
 
     def _lose(self, command: Order) -> None:
         """End the waits for a version whose publish failed before it was received."""
-        manifest = command.manifest if isinstance(command, Offer | Receive) else self._manifest
+        manifest = (
+            command.manifest if isinstance(command, Offer | ReceiveVersion) else self._manifest
+        )
         if manifest is not None:
             self._staging.held.lose(manifest.version)
 
@@ -213,7 +217,7 @@ class EngineUpdates:
             group, self._group = self._group, ""
             await self._engine.close_group(group)
 
-    async def _receive(self, command: Receive, fetcher: BucketFetcher) -> Outcome:
+    async def _receive(self, command: ReceiveVersion, fetcher: BucketFetcher) -> CommandOutcome:
         """Get a version; compute its expected checksums while the engine generates."""
         manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
@@ -226,9 +230,11 @@ class EngineUpdates:
             )
         seconds = {"expect": time.monotonic() - since_s}
         num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there
-        return Outcome(command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds)
+        return CommandOutcome(
+            command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds
+        )
 
-    async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
+    async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         """Get a version on every host of the engine; return the folder of this one."""
         if self._others is None:
             return await self._fetch_here(command, fetcher)
@@ -247,14 +253,14 @@ class EngineUpdates:
         self._fetched_there = elsewhere.result()
         return here.result()
 
-    async def _fetch_here(self, command: Receive, fetcher: BucketFetcher) -> Path:
+    async def _fetch_here(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         manifest, staging = command.manifest, self._staging
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
         return await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
 
-    async def _adopt(self, command: Adopt) -> Outcome:
+    async def _adopt(self, command: Adopt) -> CommandOutcome:
         """Switch the engine to the received version, or record that it may hold a mixture.
 
         Raises:
@@ -269,7 +275,7 @@ class EngineUpdates:
             check_same(expected or {}, adoption.differing)
         stood_s = sum(adoption.phase_seconds.values())
         self._generates(version, command.probe, stood_s)
-        return Outcome(
+        return CommandOutcome(
             command_id=command.command_id,
             num_in_flight=adoption.num_in_flight,
             digest=digest,
@@ -295,16 +301,16 @@ class EngineUpdates:
         self._on_adopt(version, stood_s)
         self._on_probe(version, probe, self._engines)
 
-    async def _verify(self, command: Verify) -> Outcome:
+    async def _verify(self, command: Verify) -> CommandOutcome:
         """Close an update; answer with a digest of the engine, or its last checksums."""
         number = command.command_id
         if command.wants == "checksums":
-            return Outcome(command_id=number, checksums=self._checksums)
+            return CommandOutcome(command_id=number, checksums=self._checksums)
         await self._close_update()
         if command.wants == "nothing":
-            return Outcome(command_id=number)
+            return CommandOutcome(command_id=number)
         self._checksums = await self._engine.checksums()
-        return Outcome(command_id=number, digest=digest_of(self._checksums))
+        return CommandOutcome(command_id=number, digest=digest_of(self._checksums))
 
     def _pausing(self) -> None:
         self._on_pause()
@@ -329,7 +335,7 @@ class EngineUpdates:
             await self._engine.end_update()
             self._is_open = False
 
-    async def _commit(self, command: Commit) -> Outcome:
+    async def _commit(self, command: Commit) -> CommandOutcome:
         number, version = command.command_id, command.version
         if version != self._offered.version or not self._is_torn:
             raise PublishError(f"{version.label} was not loaded")
@@ -337,7 +343,7 @@ class EngineUpdates:
             differing = await self._engine.finish_update(version, digest=command.digest)
             self._is_open = False
             if differing:
-                return Outcome(command_id=number, checksums=dict(differing))
+                return CommandOutcome(command_id=number, checksums=dict(differing))
         else:
             await self._engine.label(version)
             self._is_torn = False
@@ -345,7 +351,7 @@ class EngineUpdates:
             await self._engine.resume()
         self._staging.free()  # the next version arrives over the collective
         self._generates(version, command.probe)
-        return Outcome(command_id=number, digest=command.digest)
+        return CommandOutcome(command_id=number, digest=command.digest)
 
     async def abandon(self, why: str) -> None:
         """Leave a failed publish; the engine generates again if no byte has moved."""

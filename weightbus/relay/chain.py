@@ -71,7 +71,7 @@ def may_be_source(door: BulkDoor | None) -> bool:
 def sources_behind(
     before: BulkDoor | None, own: BulkDoor, parts: Sequence[Sequence[BulkDoor]] = ()
 ) -> tuple[tuple[BulkDoor, ...], ...]:
-    """Return the sources of an engine, by part, for Receive.
+    """Return the sources of an engine, by part, for ReceiveVersion.
 
     Args:
         before: Door of the engine before it in its chain; None at the head of the chain.

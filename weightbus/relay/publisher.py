@@ -47,11 +47,11 @@ from slipstream.wire.messages.weightbus import (
     Admit,
     AgentMessage,
     BulkDoor,
-    Heard,
+    CommandOutcome,
     Join,
+    JoinAcknowledged,
     Leave,
     MemberState,
-    Outcome,
     PublishRecord,
     RelayAddress,
 )
@@ -116,7 +116,7 @@ class Publisher:
         self._now = now
         self._parts = parts
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
-        self._heard = encode(Heard(relay=self._incarnation))
+        self._heard = encode(JoinAcknowledged(relay=self._incarnation))
         self._members: dict[str, Member] = {}
         self._by_place: dict[tuple[MessageRouter, bytes], Member] = {}
         self._num_events = 0  # events that may make another serving due
@@ -267,7 +267,7 @@ class Publisher:
             case Leave(name=name):
                 if member is not None and member.name == sender.prefix + name:
                     self._forget(member, "left")
-            case Outcome():
+            case CommandOutcome():
                 if member is not None:
                     member.take(message)
 
