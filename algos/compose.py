@@ -155,10 +155,8 @@ class Algorithm:
     ) -> Prepared:
         """Return shaped rewards, and how often each trajectory is trained. Shapes [N].
 
-        Args:
-            outcomes: outcomes of the step.
-            is_truncated: [N] bool, responses that ended at the length limit.
-            generator: draws trajectories again (PF-PPO); equal on all ranks.
+        ``is_truncated`` [N] are responses that ended at the length limit. ``generator``, equal on
+        all ranks, draws trajectories again (PF-PPO).
         """
         data, groups, num_groups = self.choice.data, outcomes.groups, outcomes.num_groups
         rewards = scaled(outcomes.rewards, scale=data.scale, bias=data.bias, clip=data.clip)

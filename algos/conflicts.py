@@ -1,12 +1,11 @@
 """Finds settings of [algo] that contradict each other or have no effect. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from slipstream.algos import advantages, returns
-from slipstream.algos.choice import AlgoChoice, DataOptions, KlOptions
-from slipstream.algos.parts import NEEDS, Options, PartError
+from slipstream.algos.choice import AlgoChoice, DataOptions
+from slipstream.algos.parts import NEEDS, PartError
 from slipstream.algos.section import AlgoSection
 
 _WITHOUT_RATIO = frozenset({"policy-gradient"})
@@ -15,57 +14,21 @@ _KEEPING_ALL = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class _Settings:
-    """A choice, and the section that it was made from."""
+    """A choice, the section that it was made from, and what rules ask of them."""
 
-    choice: AlgoChoice
-    section: AlgoSection
-
-    @property
-    def advantage(self) -> str:
-        return self.choice.advantage.part.name
-
-    @property
-    def options(self) -> Options:
-        return self.choice.advantage.options
-
-    @property
-    def named(self) -> frozenset[str]:
-        table = self.section.advantage
-        return frozenset(table if isinstance(table, dict) else ())
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.choice.advantage.needs
-
-    @property
-    def corrections(self) -> frozenset[str]:
-        return frozenset(chosen.part.name for chosen in self.choice.corrections)
-
-    @property
-    def kl(self) -> KlOptions:
-        return self.choice.kl
-
-    @property
-    def data(self) -> DataOptions:
-        return self.choice.data
-
-    @property
-    def has_ratio(self) -> bool:
-        return self.choice.surrogate.part.name not in _WITHOUT_RATIO
-
-    @property
-    def has_kl_reward(self) -> bool:
-        return self.choice.has_kl and self.kl.place == "reward"
-
-    @property
-    def is_adaptive(self) -> bool:
-        return isinstance(self.options, returns.GaeOptions) and self.options.length_adaptive
-
-    @property
-    def is_gae_over_turns(self) -> bool:
-        return isinstance(self.options, returns.GaeOptions) and self.options.over == "turns"
+    def __init__(self, choice: AlgoChoice, section: AlgoSection) -> None:
+        self.choice, self.section, self.kl, self.data = choice, section, choice.kl, choice.data
+        self.advantage, self.needs = choice.advantage.part.name, choice.advantage.needs
+        self.options = options = choice.advantage.options
+        table = section.advantage
+        self.named = frozenset(table if isinstance(table, dict) else ())
+        self.corrections = frozenset(chosen.part.name for chosen in choice.corrections)
+        self.has_ratio = choice.surrogate.part.name not in _WITHOUT_RATIO
+        self.has_kl_reward = choice.has_kl and choice.kl.place == "reward"
+        gae = options if isinstance(options, returns.GaeOptions) else None
+        self.is_adaptive = gae is not None and gae.length_adaptive
+        self.is_gae_over_turns = gae is not None and gae.over == "turns"
 
 
 _Rules: TypeAlias = dict[str, Callable[[_Settings], bool]]

@@ -118,15 +118,9 @@ class Save:
     ) -> None:
         """Begin to write into RUN/checkpoints.
 
-        Args:
-            policy: policy to save. Without ``staging`` it must not change before it is written.
-            topology: parallel topology of the ranks.
-            folder: RUN/checkpoints.
-            info: content of checkpoint.json.
-            ledger: returns the broker's part of the checkpoint; called on rank 0.
-            timeout_s: longest time without progress of a thread that ``wait`` waits for.
-            staging: memory for copies of the tensors; the previous save must have been written.
-            observe: called at each stage, on the thread that has reached it.
+        Without ``staging``, memory for copies of the tensors, the policy must not change before it
+        is written. ``ledger`` returns the broker's part of the checkpoint, on rank 0; ``observe``
+        is called at each stage, on the thread that has reached it.
 
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.

@@ -39,12 +39,8 @@ class WeightWriter:
     ) -> None:
         """Divide the tensors over hosts and map this host's memory; all ranks call this.
 
-        Args:
-            model: this rank's part of the model.
-            topology: parallel topology of all ranks.
-            bucket_bytes: size of a bucket, for ``plan_layout``.
-            contents: tensors that a version consists of; None is the whole model.
-            in_parts: True if every host keeps some of the tensors; else the first keeps all.
+        Every host keeps some of the tensors if ``in_parts``, else the first keeps all. Without
+        ``contents`` a version is the whole model.
         """
         self._model = model
         self._contents = contents or Contents(model)

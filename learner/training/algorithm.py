@@ -17,9 +17,7 @@ from slipstream.wire.settings.words import wrong_value
 def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
     """Return the learner's frozen policies, a reference and a teacher, each once.
 
-    Args:
-        algorithm: the run's algorithm.
-        settings: the run's settings; with adapters the policy itself is the reference, too.
+    With adapters the policy itself is the reference, too.
 
     Raises:
         ConfigError: a policy has no usable config.json.

@@ -58,7 +58,7 @@ class Trainable(Head[Output]):
     A subclass turns hidden states into inputs of a loss.
     """
 
-    prefix: ClassVar[str] = ""  # of the names of its tensors in a checkpoint
+    prefix: ClassVar[str] = ""  # starts the names of its tensors in a checkpoint
 
     def __init__(
         self,

@@ -197,11 +197,8 @@ class BucketFetcher:
     ) -> None:
         """Connect to nothing yet.
 
-        Args:
-            context: Context of the sockets.
-            timeout_s: Limit for one bucket at its last door; half of it at the doors before.
-            connections: Number to each door; 0 is 1 on this host and 4 to others.
-            traffic: Counter of fetched bytes.
+        ``timeout_s`` limits one bucket at its last door, and half of it at the doors before. With 0
+        ``connections`` there are 1 to a door on this host and 4 to others.
         """
         self._context = context
         self._max_bytes = _HEAD_BYTES  # largest frame that is expected
@@ -416,12 +413,7 @@ class Receiving:
 
 
 def fetch_order(parts: Sequence[int], first_part: int) -> list[int]:
-    """Return the indices of buckets in the order of fetching: parts take turns.
-
-    Args:
-        parts: Number of the part of each bucket.
-        first_part: Number of the part to begin with; numbers wrap around.
-    """
+    """Return indices of buckets in the order of fetching: parts take turns from the first on."""
     by_part: dict[int, list[int]] = {}
     for index, part in enumerate(parts):
         by_part.setdefault(part, []).append(index)

@@ -72,12 +72,7 @@ async def fetch_into(
 ) -> Path:
     """Fetch a version into the memory of this host; return its folder.
 
-    Args:
-        staging: The memory.
-        manifest: Description of the version.
-        fetcher: Fetcher that is connected to a relay.
-        sources: Doors, from ReceiveVersion.
-        first_part: Part to begin with, from ReceiveVersion.
+    ``sources`` and ``first_part`` are those of ReceiveVersion.
 
     Raises:
         PublishError: the version did not arrive whole.

@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
 
 import msgspec
 from torch import Tensor
@@ -55,30 +54,19 @@ class Deltas:
     """The newest steps of one relay. Use it inside one event loop."""
 
     def __init__(
-        self,
-        versions: Versions,
-        *,
-        most_steps: int,
-        most_bytes: int,
-        wait_s: float,
-        holds: bool = True,
+        self, versions: Versions, settings: WeightBusSection, *, holds: bool = True
     ) -> None:
         """Encode nothing until an agent asks.
 
-        Args:
-            versions: Versions of the relay.
-            most_steps: Steps to keep; 0 disables deltas.
-            most_bytes: Limit for all kept steps.
-            wait_s: Limit of a request's wait for a step that is being computed.
-            holds: True if a version is not overwritten while it is read here; False at a part's
-                relay.
+        ``holds`` is True if a version is not overwritten while it is read here; False at a part's
+        relay.
         """
         self.whole_because: Counter[str] = Counter()  # buckets sent to agents that wanted deltas
         self.num_sent = 0  # buckets sent as deltas
         self._versions = versions
-        self._most_steps = most_steps
-        self._most_bytes = most_bytes
-        self._wait_s = wait_s
+        self._most_steps = settings.delta_versions
+        self._most_bytes = settings.delta_bytes
+        self._wait_s = settings.timeout_s / 2  # for a step that is being computed
         self._holds = holds
         self._left = 0  # versions to encode unless an agent asks again
         self._steps: deque[_Step] = deque()
@@ -87,17 +75,6 @@ class Deltas:
         self._buckets: tuple[Bucket, ...] = ()
         self._progress = asyncio.Event()
         self._logged: tuple[PolicyVersion, str] | None = None
-
-    @classmethod
-    def of(cls, versions: Versions, settings: WeightBusSection, *, holds: bool = True) -> Self:
-        """Return the deltas of a relay with these settings."""
-        return cls(
-            versions,
-            most_steps=settings.delta_versions,
-            most_bytes=settings.delta_bytes,
-            wait_s=settings.timeout_s / 2,
-            holds=holds,
-        )
 
     async def run(self) -> None:
         """Encode each version while agents ask for deltas, until cancelled."""

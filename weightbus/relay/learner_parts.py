@@ -51,12 +51,7 @@ class Parts:
     """The part relays that report to this head. Use it inside one event loop."""
 
     def __init__(self, *, relay: str, timeout_s: float) -> None:
-        """Start without parts.
-
-        Args:
-            relay: Incarnation of this head.
-            timeout_s: Limit for a part's answer.
-        """
+        """Start without parts; ``relay`` is the incarnation of this head."""
         self.relay = relay
         self._timeout_s = timeout_s
         self._parts: dict[int, _Part] = {}
@@ -79,13 +74,8 @@ class Parts:
     ) -> None:
         """Take the report of a part that has proved its key.
 
-        Args:
-            part: Number of the part with the key.
-            report: Report that it sent.
-            send: Sends it a command.
-            peer: Its connection.
-            generator_keys: Keys that may fetch from it; None if not known yet.
-            heard: Called with its state.
+        ``peer`` is its connection. ``generator_keys`` may fetch from it; None if not known yet.
+        ``heard`` is called with its state.
         """
         known = self._parts.get(part)
         if isinstance(report, PartHeld):

@@ -133,7 +133,7 @@ async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -
     traffic = Traffic()
     listener = listener_of(bus, traffic)
     versions = Versions(settings.folder, digests=bus.digest_kind)
-    deltas = Deltas.of(versions, bus, holds=False)
+    deltas = Deltas(versions, bus, holds=False)
     relay = PartRelay(
         part, versions, listener, deltas, stop=stop, linger_s=bus.linger_s, traffic=traffic
     )

@@ -46,15 +46,8 @@ class PartRelay:
     ) -> None:
         """Create a relay; ``run`` serves until ``stop``, which it may also set.
 
-        Args:
-            part: Its number.
-            versions: Versions in this host's memory.
-            listener: Listener where engines fetch.
-            deltas: Deltas of its versions, which they do not keep from being overwritten.
-            stop: Event that ends it.
-            linger_s: Time that it outlives the learner, and that a silent head's keys and holds
-                stay valid.
-            traffic: Counter of sent buckets.
+        ``linger_s`` is the time that it outlives the learner, and that a silent head's keys and
+        holds stay valid.
         """
         self._part = part
         self._versions = versions

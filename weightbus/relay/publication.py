@@ -39,12 +39,8 @@ class Publication:
     ) -> None:
         """Compute nothing yet.
 
-        Args:
-            snapshot: This relay's buckets of the version.
-            pin: Pins their memory, once.
-            digests: Kind of the manifest's digests.
-            parts: Parts with the rest of the version; None if the snapshot is whole.
-            probe: Results of the learner under this version.
+        ``pin`` pins the snapshot's memory, once. ``parts`` have the rest of the version; None if it
+        is whole.
         """
         self._digest_kind: DigestKind = digests
         self.pin = pin

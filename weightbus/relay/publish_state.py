@@ -61,9 +61,6 @@ class PublishState(Generic[M]):
 def is_check_due(every: int, num_publishes: int, *, is_repair: bool) -> bool:
     """True if the engine's checksums are compared before a member commits.
 
-    Args:
-        every: Value of weightbus.engine_check_every.
-        num_publishes: Publishes to this member, including this one.
-        is_repair: True if its last publish failed; repairs are always checked.
+    A member whose last publish failed is always checked. ``num_publishes`` includes this one.
     """
     return is_repair or (every > 0 and (num_publishes - 1) % every == 0)

@@ -90,18 +90,7 @@ class Publisher:
         traffic: Traffic | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members.
-
-        Args:
-            settings: The [weightbus] section.
-            versions: Versions to serve.
-            on_record: Called with the record of every publish.
-            libraries: Library versions of this process.
-            transports: Transports by name.
-            parts: Parts of each version, if the learner spans hosts.
-            traffic: Counter of what is sent.
-            now: Returns monotonic seconds.
-        """
+        """Start without members; ``parts`` are given if the learner spans hosts."""
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
@@ -112,7 +101,7 @@ class Publisher:
             name: chosen.relay_state(settings, versions.folder)
             for name, chosen in self._classes.items()
         }
-        self._deltas = Deltas.of(versions, settings)
+        self._deltas = Deltas(versions, settings)
         self._now = now
         self._parts = parts
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay

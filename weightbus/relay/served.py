@@ -75,11 +75,8 @@ class Versions:
     ) -> None:
         """Start without a version.
 
-        Args:
-            folder: Folder for files of transports.
-            digests: Kind of the manifests' digests.
-            parts: Parts on other hosts of the learner; None: this relay has whole versions.
-            silence_s: Time without a report after which a part is lost.
+        ``folder`` is for files of transports. ``parts`` are on other hosts of the learner; one is
+        lost after ``silence_s`` without a report.
         """
         self.folder = folder
         self._digests: DigestKind = digests

@@ -42,9 +42,7 @@ def expected_of_version(tensors: Tensors, of: EngineLayout | None = None) -> dic
 def expected_adapter_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
-    Args:
-        tensors: A and B, or their bits, by PEFT's names; not copied.
-        of: Layout of the engine; None for one rank.
+    ``tensors`` are A and B by PEFT's names, not copied. Without a layout the engine is one rank.
     """
     of = of or EngineLayout()
     expected: dict[str, str] = {}

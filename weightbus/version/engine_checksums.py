@@ -44,9 +44,8 @@ def engine_layout_of(join: Join) -> EngineLayout:
 def expected_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
-    Args:
-        tensors: Tensors or their bits, by Hugging Face name; not copied.
-        of: Layout of the engine; None for one rank on a CPU.
+    ``tensors`` are by Hugging Face name and not copied. Without a layout the engine is one rank on
+    a CPU.
     """
     of = of or EngineLayout()
     fused: dict[str, list[tuple[EngineTensor, Bits]]] = {}

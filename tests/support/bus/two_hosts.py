@@ -61,9 +61,8 @@ class TwoHosts:
         self.near = RelayAddress(
             endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk"
         )
-        self.deltas_of_part = Deltas(
-            self.others, most_steps=8, most_bytes=1 << 20, wait_s=NEVER_S, holds=False
-        )
+        deltas = WeightBusSection(timeout_s=2 * NEVER_S)
+        self.deltas_of_part = Deltas(self.others, deltas, holds=False)
         self.part_listener = RemoteListener(ANY_PORT, is_plain=is_plain)
         self.part = PartRelay(
             1,
