@@ -33,8 +33,8 @@ from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
-from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.model.weights.hf_weights import save_hf_folder
 from slipstream.learner.publish.contents import AdaptersAlone, Contents
 from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publishing import Publishing

@@ -12,14 +12,14 @@ from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_
 from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
+from slipstream.learner.model.adapters.lora import add_adapters
+from slipstream.learner.model.adapters.peft import hash_of_base, load_adapter
 from slipstream.learner.model.collectives import broadcast_bytes
 from slipstream.learner.model.division import POLICY, section_for
 from slipstream.learner.model.gpt import build_model
-from slipstream.learner.model.hf_weights import load_hf_weights
-from slipstream.learner.model.lora import add_adapters
-from slipstream.learner.model.peft import hash_of_base, load_adapter
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.model.weights.hf_weights import load_hf_weights
 from slipstream.learner.training.critic import Critic, with_value_head
 from slipstream.learner.training.offload import Offload
 from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher

@@ -108,8 +108,8 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
     device.set_threads(1)
     from slipstream.learner.checkpoints.files import Save, prepare_folder
     from slipstream.learner.checkpoints.loading import load_checkpoint
-    from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
 
     topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=_TIMEOUT_S)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
-from slipstream.learner.model.expert_choices import ExpertChoices
+from slipstream.learner.model.experts.expert_choices import ExpertChoices
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 

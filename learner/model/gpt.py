@@ -31,12 +31,12 @@ from slipstream.learner.model import device, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
-from slipstream.learner.model.expert_choices import ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
-from slipstream.learner.model.routing import hand_on_choices
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig

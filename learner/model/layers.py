@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
+from slipstream.learner.model.experts.router import PolicyRouter
 from slipstream.learner.model.latent_attention import LatentAttention
-from slipstream.learner.model.router import PolicyRouter
 from slipstream.wire.models.hf_config import HfConfig
 
 _Output = tuple[Tensor, Tensor | None]  # output of attention or an MLP, and its bias

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from slipstream.learner.model.gathering import held_shards, parameter_of, with_adapter
-from slipstream.learner.model.hf_tensors import hf_shapes
-from slipstream.learner.model.hf_weights import hf_specs
-from slipstream.learner.model.lora import one_tensor
-from slipstream.learner.model.peft import adapters_of
+from slipstream.learner.model.adapters.lora import one_tensor
+from slipstream.learner.model.adapters.peft import adapters_of
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import Shard
+from slipstream.learner.model.weights.gathering import held_shards, parameter_of, with_adapter
+from slipstream.learner.model.weights.hf_tensors import hf_shapes
+from slipstream.learner.model.weights.hf_weights import hf_specs
+from slipstream.learner.model.weights.shards import Shard
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.adapters import adapter_shapes
 from slipstream.wire.models.families.parts import Parameter

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
-from slipstream.learner.model.gathering import facts_of_all, received, send
-from slipstream.learner.model.hf_weights import dtype_of, geometry_of
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import Shard, ShardFacts, is_finite, write_shard
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.model.weights.gathering import facts_of_all, received, send
+from slipstream.learner.model.weights.hf_weights import dtype_of, geometry_of
+from slipstream.learner.model.weights.shards import Shard, ShardFacts, is_finite, write_shard
 from slipstream.learner.publish.contents import Contents
 from slipstream.learner.publish.shares import Piece, Shares, share_out
 from slipstream.weightbus.version.layout import part_layout, plan_layout

@@ -97,9 +97,9 @@ def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
 def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "Policy":
     """Return a random policy after one update that fills the pipeline."""
     from slipstream.algos.compose import PolicyOutputs
+    from slipstream.learner.model.adapters.lora import add_adapters
     from slipstream.learner.model.division import section_for
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.lora import add_adapters
     from slipstream.learner.training.policy import Policy
 
     learner = section_for(hf, settings.learner)

@@ -35,7 +35,7 @@ def main(folder: Path, work: Path) -> None:
     from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
     from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import load_hf_weights
+    from slipstream.learner.model.weights.hf_weights import load_hf_weights
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
     from slipstream.wire.models.hf_config import load_hf_config

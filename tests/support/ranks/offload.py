@@ -58,7 +58,7 @@ def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training import trainable
     from slipstream.learner.training.passes import ModelPasses

@@ -42,7 +42,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 
 def moves(policy: "Policy", *halves: Sequence[TrainTrajectory]) -> list[torch.Tensor]:
     """Return how a step of each of the halves moves a weight."""
-    from slipstream.learner.model.hf_weights import export_hf_weights
+    from slipstream.learner.model.weights.hf_weights import export_hf_weights
     from slipstream.learner.training.step import train_step
     from slipstream.wire.process.phases import PhaseClock
 
@@ -62,7 +62,7 @@ def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
 def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import export_hf_weights, load_hf_weights
+    from slipstream.learner.model.weights.hf_weights import export_hf_weights, load_hf_weights
     from slipstream.learner.training.critic import Critic, with_value_head
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step

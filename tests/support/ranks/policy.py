@@ -279,7 +279,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.wire.models.hf_config import load_hf_config
 

@@ -26,8 +26,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *oth
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.checkpoints.files import Save, prepare_folder
     from slipstream.learner.checkpoints.loading import load_checkpoint
-    from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.policy import Policy
 

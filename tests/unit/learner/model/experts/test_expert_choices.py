@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.learner.model.context import HeadShares, TokenSplit
-from slipstream.learner.model.expert_choices import FREE, ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.expert_choices import FREE, ExpertChoices, choices_of_rank
 
 OWN = torch.tensor([[0, 1], [2, 3], [4, 5]])
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.learner.model.shards import (
+from slipstream.learner.model.weights.shards import (
     Geometry,
     Shard,
     fuse_gate_up,

@@ -8,10 +8,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.learner.model.hf_tensors import hf_shapes
-from slipstream.learner.model.lora import LoraAdapters
-from slipstream.learner.model.low_rank import refuse_no_numbers
+from slipstream.learner.model.adapters.lora import LoraAdapters
+from slipstream.learner.model.adapters.low_rank import refuse_no_numbers
 from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.models.adapters import (

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.learner.model.low_rank import drawn, refuse_no_numbers
+from slipstream.learner.model.adapters.low_rank import drawn, refuse_no_numbers
 from slipstream.wire.errors import ConfigError
 
 

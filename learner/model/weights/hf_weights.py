@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.learner.model.gathering import (
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.weights.gathering import (
     facts_of_all,
     owned_shards,
     parameter_of,
@@ -19,9 +20,8 @@ from slipstream.learner.model.gathering import (
     split_of,
     with_adapter,
 )
-from slipstream.learner.model.hf_tensors import HfTensors
-from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import (
+from slipstream.learner.model.weights.hf_tensors import HfTensors
+from slipstream.learner.model.weights.shards import (
     Geometry,
     ShardFacts,
     fuse_gate_up,

@@ -1,6 +1,6 @@
 import torch
 
-from slipstream.learner.model.routing_rules import chosen_experts, scores_of
+from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of
 
 
 def test_softmax_and_sigmoid_scores_are_computed_in_float32():

@@ -36,11 +36,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model import device
-from slipstream.learner.model.gathering import parameter_of, split_of
-from slipstream.learner.model.hf_weights import geometry_of
-from slipstream.learner.model.low_rank import drawn
+from slipstream.learner.model.adapters.low_rank import drawn
 from slipstream.learner.model.rank_model import ADAPTER, RankModel
-from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
+from slipstream.learner.model.weights.gathering import parameter_of, split_of
+from slipstream.learner.model.weights.hf_weights import geometry_of
+from slipstream.learner.model.weights.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
 from slipstream.wire.models.adapters import AdapterFacts, check_targets, layer_of, peft_names
 from slipstream.wire.models.families.parts import HfTensor, Parameter
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.learner.model.quantized import number_trouble
+from slipstream.learner.model.weights.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.parts import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of

@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.learner.model.expert_choices import ExpertChoices
-from slipstream.learner.model.routing_rules import chosen_experts, scores_of
+from slipstream.learner.model.experts.expert_choices import ExpertChoices
+from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of
 from slipstream.wire.models.hf_config import HfConfig
 
 _SMALLEST_SUM = 1e-20  # least sum of weights, as a divisor

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
-from slipstream.learner.model.shards import Shard, ShardFacts
+from slipstream.learner.model.weights.shards import Shard, ShardFacts
 from slipstream.wire.models.families.parts import Parameter
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.learner.model.hf_tensors import HfTensors, dequantized, hf_shapes
+from slipstream.learner.model.weights.hf_tensors import HfTensors, dequantized, hf_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import load_hf_config
 

@@ -1,4 +1,4 @@
-from slipstream.learner.model.quantized import number_trouble
+from slipstream.learner.model.weights.quantized import number_trouble
 
 SHAPE, BLOCK = (8, 12), (8, 8)
 
