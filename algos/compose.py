@@ -30,7 +30,7 @@ from slipstream.algos.shaping import (
     scaled,
     zero_variance,
 )
-from slipstream.algos.surrogates import SurrogateInputs, WholeMinibatch
+from slipstream.algos.surrogates import SurrogateInputs, Terms, WholeMinibatch
 from slipstream.algos.turns import TurnRewards
 
 
@@ -39,7 +39,7 @@ class RightAnswers:
     """Marks the sequences of a microbatch that are right answers."""
 
     is_right: Tensor  # [B] bool
-    num_tokens: float  # of right answers in the whole minibatch, copies counted
+    num_tokens: float  # tokens of right answers in the whole minibatch, copies counted
 
 
 class PolicyOutputs(NamedTuple):
@@ -62,15 +62,15 @@ class LossInputs:
     behavior: Tensor  # [T]
     advantages: Tensor  # [T]
     packing: Packing
-    denominators: Denominators  # of its minibatch
-    kept: Denominators | None = None  # of the surrogate, where rejected tokens do not count
+    denominators: Denominators  # divisors of its minibatch
+    kept: Denominators | None = None  # the surrogate's, where rejected tokens do not count
     reference: Tensor | None = None  # [T]
     teacher: Tensor | None = None  # [T] log teacher, without gradient: see advantages
     lags: Tensor | None = None  # [T] int
     copies: Tensor | None = None  # [B] how often each sequence is in the batch
     right: RightAnswers | None = None
-    minibatch: WholeMinibatch | None = None  # for a surrogate that needs it
-    correction: Correction | None = None  # where it had to be known before the first gradient
+    minibatch: WholeMinibatch | None = None  # set if the surrogate needs it
+    correction: Correction | None = None  # set if it was needed before the first gradient
 
     def check(self) -> None:
         """Reject misaligned tensors here, so that no part has to."""
@@ -89,7 +89,7 @@ class Prepared:
 
     rewards: Tensor  # float64
     copies: Tensor  # int64, 0 where a trajectory trains nothing
-    turns: TurnRewards | None = None  # that add up to the rewards, where advantages need them
+    turns: TurnRewards | None = None  # add up to the rewards; set if advantages need them
 
 
 class Algorithm:
@@ -100,12 +100,12 @@ class Algorithm:
 
         Args:
             choice: parts and their settings.
-            max_response_tokens: of the run; overlong rules and Dr. GRPO's constant refer to it.
+            max_response_tokens: the run's; overlong rules and Dr. GRPO's constant refer to it.
         """
         self.choice = choice
         self._max_response_tokens = max_response_tokens
         self._corrections = sorted(
-            choice.corrections, key=lambda one: "first" not in one.part.needs
+            choice.corrections, key=lambda chosen: "first" not in chosen.part.needs
         )
         of_corrections = frozenset[str]().union(*(chosen.needs for chosen in choice.corrections))
         self.corrects_before = (
@@ -155,10 +155,8 @@ class Algorithm:
     ) -> Prepared:
         """Return shaped rewards, and how often each trajectory is trained. Shapes [N].
 
-        Args:
-            outcomes: of the step.
-            is_truncated: [N] bool, responses that ended at the length limit.
-            generator: draws trajectories again (PF-PPO); equal on all ranks.
+        ``is_truncated`` [N] are responses that ended at the length limit. ``generator``, equal on
+        all ranks, draws trajectories again (PF-PPO).
         """
         data, groups, num_groups = self.choice.data, outcomes.groups, outcomes.num_groups
         rewards = scaled(outcomes.rewards, scale=data.scale, bias=data.bias, clip=data.clip)
@@ -225,7 +223,7 @@ class Algorithm:
         Args:
             rewards: [B], or of the turns of the microbatch where those have rewards.
             kl: [T] of ``reward_kl``, or None.
-            packing: of the microbatch.
+            packing: layout of the microbatch.
         """
         put = at_turn_ends if self.needs_turn_rewards else at_end
         per_token = put(rewards, packing)
@@ -291,12 +289,12 @@ class Algorithm:
         ``kept`` selects.
 
         Args:
-            given: of the microbatch.
+            given: inputs of the microbatch.
             current: the policy under training; its figures carry the gradient.
-            num_lags: of the sums by version lag; 0 leaves them out.
+            num_lags: number of sums by version lag; 0 leaves them out.
         """
         given.check()
-        choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
+        choice, packing = self.choice, given.packing
         if current.logprobs.shape != packing.mask.shape:
             raise ValueError(
                 f"the current logprobs have shape {tuple(current.logprobs.shape)}, expected "
@@ -315,45 +313,52 @@ class Algorithm:
         proximal = proximal if correction.proximal is None else correction.proximal
         anchor = proximal if choice.anchor == "proximal" else given.behavior
         kept = packing.only(correction.keep)
-        terms = choice.surrogate.part.function(
-            SurrogateInputs(
-                current=current.logprobs,
-                anchor=anchor,
-                behavior=given.behavior,
-                advantages=given.advantages,
-                packing=kept,  # a rejected token is in no sequence's ratio
-                entropy=current.entropy,
-                reference=given.reference,
-                lags=given.lags,
-                minibatch=given.minibatch,
-            ),
-            choice.surrogate.options,
-        )
+        terms = self._surrogate_terms(given, current, anchor, kept)
         weighted = correction.weights.to(terms.per_token.dtype) * terms.per_token
         if correction.penalty is not None:
             distance = log_ratio(target=current.logprobs, sampled_from=anchor, mask=kept.mask).abs()
             weighted = weighted + correction.penalty * distance
         counted = packing if given.kept is None else kept
         divisors = given.denominators if given.kept is None else given.kept
-        loss = reduced(weighted, counted, divisors, rule, given.copies)
+        loss = reduced(weighted, counted, divisors, choice.reduce.name, given.copies)
+        loss, kl = self._with_other_terms(loss, given, current)
         trained = packing.present(given.copies)
-        sums = diagnostic_sums(
-            Diagnosed(
-                mask=trained,
-                keep=correction.keep,
-                proximal=proximal,
-                behavior=given.behavior,
-                entropy=current.entropy,
-                ratio=terms.ratio,
-                weights=correction.weights,
-                clipped_up=terms.clipped_up,
-                clipped_down=terms.clipped_down,
-                clipped_dual=terms.clipped_dual,
-            ),
-            given.lags,
-            num_lags=num_lags,
-        )
+        seen = _diagnosed(given, current, proximal, correction, terms, trained)
+        sums = diagnostic_sums(seen, given.lags, num_lags=num_lags)
         sums |= _own_sums(terms.figures, trained)
+        if given.teacher is not None:
+            gap = log_ratio(target=proximal, sampled_from=given.teacher, mask=trained)
+            sums["policy/kl_teacher"] = gap.sum()
+        if kl is not None:
+            sums[f"policy/kl_{choice.kl.to}"] = masked_sum(kl.detach(), trained)
+        return loss, sums
+
+    def _surrogate_terms(
+        self, given: LossInputs, current: PolicyOutputs, anchor: Tensor, kept: Packing
+    ) -> Terms:
+        """Return the surrogate at each token; a rejected token is in no sequence's ratio."""
+        surrogate = self.choice.surrogate
+        terms: Terms = surrogate.part.function(
+            SurrogateInputs(
+                current=current.logprobs,
+                anchor=anchor,
+                behavior=given.behavior,
+                advantages=given.advantages,
+                packing=kept,
+                entropy=current.entropy,
+                reference=given.reference,
+                lags=given.lags,
+                minibatch=given.minibatch,
+            ),
+            surrogate.options,
+        )
+        return terms
+
+    def _with_other_terms(
+        self, loss: Tensor, given: LossInputs, current: PolicyOutputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss with entropy, imitation and KL, and the KL at each token, if any."""
+        choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
         if choice.entropy_bonus > 0:
             entropy = where(packing.mask, current.entropy, torch.zeros_like(current.entropy))
             loss = loss - choice.entropy_bonus * reduced(
@@ -363,17 +368,12 @@ class Algorithm:
             loss = loss + choice.likelihood.coefficient * self._nll(
                 given, given.right, current.logprobs
             )
-        if given.teacher is not None:
-            gap = log_ratio(target=proximal, sampled_from=given.teacher, mask=trained)
-            sums["policy/kl_teacher"] = gap.sum()
         kl = self._kl(given, current)
-        if kl is not None:
-            sums[f"policy/kl_{choice.kl.to}"] = masked_sum(kl.detach(), trained)
-            if choice.kl.place == "loss":
-                loss = loss + choice.kl.coefficient * reduced(
-                    kl, packing, given.denominators, rule, given.copies
-                )
-        return loss, sums
+        if kl is not None and choice.kl.place == "loss":
+            loss = loss + choice.kl.coefficient * reduced(
+                kl, packing, given.denominators, rule, given.copies
+            )
+        return loss, kl
 
     @staticmethod
     def _nll(given: LossInputs, right: RightAnswers, logprobs: Tensor) -> Tensor:
@@ -406,6 +406,28 @@ class Algorithm:
             mask=given.packing.mask,
             sampled_from=given.behavior if kl.importance_weighted else None,
         )
+
+
+def _diagnosed(
+    given: LossInputs,
+    current: PolicyOutputs,
+    proximal: Tensor,
+    correction: Correction,
+    terms: Terms,
+    trained: Tensor,
+) -> Diagnosed:
+    return Diagnosed(
+        mask=trained,
+        keep=correction.keep,
+        proximal=proximal,
+        behavior=given.behavior,
+        entropy=current.entropy,
+        ratio=terms.ratio,
+        weights=correction.weights,
+        clipped_up=terms.clipped_up,
+        clipped_down=terms.clipped_down,
+        clipped_dual=terms.clipped_dual,
+    )
 
 
 def _own_sums(figures: Mapping[str, Tensor], trained: Tensor) -> Sums:

@@ -111,16 +111,16 @@ def combined(corrections: Sequence[Correction], packing: Packing) -> Correction:
     Weights multiply, kept is what all keep, the last q wins, penalties add up.
 
     Args:
-        corrections: of the same tokens; none of them leaves everything as it is.
-        packing: of these tokens.
+        corrections: corrections of the same tokens; an empty sequence changes nothing.
+        packing: layout of these tokens.
     """
     weights, keep = torch.ones(packing.mask.shape, device=packing.mask.device), packing.mask
     proximal = penalty = None
-    for one in corrections:
-        weights, keep = weights * one.weights, keep & one.keep
-        proximal = proximal if one.proximal is None else one.proximal
-        if one.penalty is not None:
-            penalty = one.penalty if penalty is None else penalty + one.penalty
+    for part in corrections:
+        weights, keep = weights * part.weights, keep & part.keep
+        proximal = proximal if part.proximal is None else part.proximal
+        if part.penalty is not None:
+            penalty = part.penalty if penalty is None else penalty + part.penalty
     return Correction(weights=weights, keep=keep, proximal=proximal, penalty=penalty)
 
 
@@ -379,7 +379,7 @@ def approximate_proximal(inputs: CorrectionInputs, _: ApproximateProximalOptions
 def _measured(inputs: CorrectionInputs, log_ratios: Tensor, measure: str) -> Tensor:
     """Return the measure of each token. Shapes [T] -> [T]."""
     if measure in {"tv", "binary-kl"}:
-        q, mu = (inputs.masked(one).clamp(max=0.0) for one in (inputs.proximal, inputs.behavior))
+        q, mu = (inputs.masked(x).clamp(max=0.0) for x in (inputs.proximal, inputs.behavior))
         return (q.exp() - mu.exp()).abs() if measure == "tv" else binary_kl(mu, q)
     if measure == "k1":
         return -log_ratios
@@ -442,8 +442,8 @@ def _is_among_smallest(
     Args:
         values: [T] of this rank.
         among: [T] bool, tokens that count.
-        number: of values.
-        gather: of the correction's inputs.
+        number: how many are chosen.
+        gather: the function in the correction's inputs.
     """
     mine = values[among]
     candidates = gather(mine.topk(min(number + 1, len(mine)), largest=False).values)

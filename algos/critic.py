@@ -27,7 +27,7 @@ def value_loss(
         returns: [T] R.
         values_before: [T] V'.
         clip: how far a value may move in one step and still count; None for any distance.
-        huber: where the loss becomes linear; None for nowhere.
+        huber: error from which the loss is linear; None for nowhere.
         mask: [T] bool; outside it the loss and its gradient are 0.0 whatever the values there. All
             tokens count if None.
 
@@ -36,8 +36,8 @@ def value_loss(
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     v, r, before = (
-        where(mask, upcast(one), torch.zeros((), device=mask.device))
-        for one in (values, returns.detach(), values_before.detach())
+        where(mask, upcast(tensor), torch.zeros((), device=mask.device))
+        for tensor in (values, returns.detach(), values_before.detach())
     )
     loss_of = _half_square if huber is None else _huber(huber)
     plain = loss_of(v - r)

@@ -25,8 +25,8 @@ class Diagnosed:
     proximal: Tensor
     behavior: Tensor
     entropy: Tensor
-    ratio: Tensor  # that the surrogate clips
-    weights: Tensor  # of the correction
+    ratio: Tensor  # the one that the surrogate clips
+    weights: Tensor  # the correction's
     clipped_up: Tensor  # bool
     clipped_down: Tensor  # bool
     clipped_dual: Tensor  # bool
@@ -40,7 +40,7 @@ def diagnostic_sums(seen: Diagnosed, lags: Tensor | None = None, *, num_lags: in
     count to the last.
 
     Args:
-        seen: of one microbatch.
+        seen: inputs and effects of one microbatch.
         lags: [T] int, learner steps between a token's policy and the step that trains it.
         num_lags: how many of them are distinguished.
     """
@@ -115,7 +115,7 @@ def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Return means, maxima and effective sample shares, overall and by version lag.
 
     Args:
-        sums: of ``diagnostic_sums``, over all microbatches and ranks.
+        sums: results of ``diagnostic_sums``, over all microbatches and ranks.
     """
     figures: dict[str, float] = {}
     for name, total in sums.items():
@@ -124,7 +124,7 @@ def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
         if count <= 0:
             continue
         figures[name] = total if base == _TOKENS or is_maximum(name) else total / count
-    for name in [one for one in figures if one.startswith(_SQUARED)]:
+    for name in [figure for figure in figures if figure.startswith(_SQUARED)]:
         suffix = name.removeprefix(_SQUARED)
         squared = figures.pop(name)
         mean = figures[f"{_CORRECTION}{suffix}"]
@@ -154,7 +154,7 @@ def critic_sums(*, mask: Tensor, values: Tensor, returns: Tensor, is_clipped: Te
         "critic/return_squared": returns.square(),
         "critic/squared_error": (returns - values).square(),
     }
-    stacked = torch.stack([one.detach().to(values.dtype) for one in per_token.values()])
+    stacked = torch.stack([each.detach().to(values.dtype) for each in per_token.values()])
     sums = torch.where(mask, stacked, torch.zeros_like(stacked)).double().sum(-1)
     return dict(zip(per_token, sums, strict=True))
 
@@ -163,7 +163,7 @@ def critic_figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Return means, and the explained variance 1 - E[(R - V)^2] / Var[R] (0 of constant returns).
 
     Args:
-        sums: of ``critic_sums``, over all microbatches and ranks.
+        sums: results of ``critic_sums``, over all microbatches and ranks.
     """
     count = max(sums[_CRITIC_TOKENS], 1.0)
     means = {name: total / count for name, total in sums.items() if name != _CRITIC_TOKENS}

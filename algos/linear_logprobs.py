@@ -33,7 +33,7 @@ from typing_extensions import override
 
 PADDED_LOGIT = -1e30  # probability 0; finite, so that 0 * logit is 0 and not NaN
 _COMPILES = torch.__version__ >= "2.13"
-CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU
+CHUNK_BYTES = 64 * 2**20  # size of one chunk's logits in float32, on a CPU
 CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the hidden states' gradient
 MIN_CHUNK_COLUMNS = 1024  # however many tokens: those passes are V / c, over T rows
 
@@ -174,7 +174,7 @@ class _Sampling:
 
     temperature: Tensor | None  # [T]
     barred: Tensor | None  # [T] bool
-    barred_columns: tuple[int, ...]  # of this rank
+    barred_columns: tuple[int, ...]  # this rank's
     num_real: int  # columns from here on are padding
     first_row: int
     kept: Kept | None
@@ -263,7 +263,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_columns: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         num_rows = len(weight) * (1 if group is None else group.size())
-        column = target.clamp(0, num_rows - 1) - sampling.first_row  # of a rank before or after us
+        column = target.clamp(0, num_rows - 1) - sampling.first_row  # may be of another rank
         own = hidden.new_tensor(_NO_COLUMNS, dtype=torch.float64).unsqueeze(-1)
         own = own.expand(-1, len(hidden))  # float64: nothing is lost by joining many chunks
         for chunk in _chunks(len(weight), chunk_columns):
@@ -278,7 +278,7 @@ class _LinearLogprobs(torch.autograd.Function):
         is_free = logit > PADDED_LOGIT / 2
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, log_total, entropy, kl, gap_offset = (
-            one.to(exact) for one in (logprobs, log_total, entropy, kl, other_total - kl)
+            tensor.to(exact) for tensor in (logprobs, log_total, entropy, kl, other_total - kl)
         )
         ctx.save_for_backward(hidden, weight, column, is_free, log_total, entropy, gap_offset)
         ctx.sampling, ctx.reference, ctx.chunk_columns = sampling, reference, chunk_columns

@@ -64,7 +64,7 @@ class Part(Generic[P, R]):
     name: str
     options: type[Options]
     function: Callable[P, R]
-    needs: frozenset[str] = frozenset()  # of NEEDS
+    needs: frozenset[str] = frozenset()  # keys of NEEDS
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function."""
@@ -167,13 +167,13 @@ def find_part(
 
     Args:
         kind: the required kind.
-        name: of the part.
+        name: name of the part.
         built_in: parts that need no module.
-        setting: that names it, for messages.
+        setting: setting with that name, for messages.
         module_named: imports the part before the colon.
 
     Raises:
-        PartError: there is none, its module cannot be imported, or it is of another kind.
+        PartError: it is unknown, its module cannot be imported, or it is of another kind.
     """
     if name in built_in:
         return built_in[name]

@@ -56,7 +56,7 @@ def sequence_ratio(log_ratios: Tensor, packing: Packing, *, geometric: bool) -> 
 
     Args:
         log_ratios: [T], of ``log_ratio``.
-        packing: of these tokens.
+        packing: layout of these tokens.
         geometric: exp(mean) instead of exp(sum).
     """
     return bounded_exp(packing.means(log_ratios) if geometric else packing.sums(log_ratios))

@@ -29,7 +29,7 @@ class Denominators:
     """Divisors of a minibatch: counts over all its microbatches and ranks."""
 
     num_tokens: float
-    num_sequences: float  # with at least one token
+    num_sequences: float  # sequences with at least one token
     length: float = 1.0  # constant of sequence-mean-token-sum-norm (Dr. GRPO), in tokens
 
 
@@ -67,8 +67,8 @@ def reduced(
 
     Args:
         per_token: [T] losses.
-        packing: whose mask selects the tokens that count, in |i| as well.
-        denominators: of the whole minibatch, with copies counted as often as they occur.
+        packing: its mask selects the tokens that count, in |i| as well.
+        denominators: counts of the whole minibatch, copies as often as they occur.
         rule: one of the above.
         copies: [B], how often each sequence is in the minibatch; once each if None.
     """

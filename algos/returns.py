@@ -32,7 +32,7 @@ class Groups:
     """Group of each sequence, and the sum over ranks. Shapes: B sequences."""
 
     of_sequence: Tensor  # [B] int64
-    num_groups: int  # of the step
+    num_groups: int  # groups of the step
     longest: int  # most masked-in tokens of a sequence of the step
     summed: Callable[[Tensor], Tensor] = _alone  # any shape -> the sum over ranks
 
@@ -52,7 +52,7 @@ class TokenOutcomes:
     values: Tensor | None = None  # [T], V of the state in which token t is chosen
     proximal: Tensor | None = None  # [T] log q
     squares: Tensor | None = None  # [T] sum over the vocabulary of q^2
-    groups: Groups | None = None  # where the packing is that of the whole step on this rank
+    groups: Groups | None = None  # set if the packing is that of the whole step on this rank
 
     def __post_init__(self) -> None:
         """Reject tensors of other tokens."""

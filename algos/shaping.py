@@ -13,7 +13,7 @@ from torch import Tensor, where
 Over = Literal["batch", "group"]
 Strategy = Literal["pow", "max-min", "max-random"]
 
-_LEAST_WEIGHT = 1e-8  # of a trajectory in resampling: a batch of zeros is drawn from evenly
+_LEAST_WEIGHT = 1e-8  # a trajectory's in resampling: a batch of zeros is drawn from evenly
 
 
 def scaled(rewards: Tensor, *, scale: float, bias: float, clip: float | None) -> Tensor:
@@ -38,8 +38,8 @@ def normalized(
     Args:
         rewards: [N].
         groups: [N] int64, the group of each trajectory, below num_groups.
-        num_groups: of the step.
-        over: which rewards the mean and the standard deviation are taken of.
+        num_groups: number of groups of the step.
+        over: rewards that have a mean and a standard deviation in common.
         divide_by_std: False leaves r - mean.
         epsilon: added to the standard deviation.
     """
@@ -87,10 +87,10 @@ def resampling(
 
     Args:
         rewards: [N].
-        generator: of the draw; the same seed draws the same.
+        generator: source of the draw; the same seed draws the same.
         strategy: one of the above.
-        power: of "pow".
-        share: of "max-random", the chance of one of the rest in units of the chance of the best.
+        power: exponent of "pow".
+        share: chance of one of the rest, in units of that of the best ("max-random").
     """
     rewards = rewards.double()
     best, worst = rewards == rewards.max(), rewards == rewards.min()
@@ -131,7 +131,7 @@ def group_centered(
     Args:
         rewards: [N].
         groups: [N] int64.
-        num_groups: of the step.
+        num_groups: number of groups of the step.
         weights: [N] >= 0, of the mean; None weighs all the same.
     """
     # Relative to the smallest, equal rewards are zeros: no rounding is left for a std to blow up.

@@ -84,7 +84,7 @@ class Terms:
     """A surrogate at each token. All [T]; the flags are False outside the mask."""
 
     per_token: Tensor  # loss with gradient, 0.0 outside the mask
-    ratio: Tensor  # that is clipped, of the token or of its sequence; no gradient
+    ratio: Tensor  # the clipped one, of the token or of its sequence; no gradient
     clipped_up: Tensor  # bool, the clip above took or reduced the gradient
     clipped_down: Tensor  # bool, the clip below did
     clipped_dual: Tensor  # bool, the second clip of negative advantages did

@@ -67,7 +67,7 @@ class TurnRewards:
 
         Args:
             totals: [N].
-            scale: of the rewards of turns.
+            scale: factor of the rewards of turns.
         """
         rewards = scale * self.rewards
         lasts = self.counts.cumsum(0) - 1

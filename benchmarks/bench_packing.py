@@ -108,12 +108,13 @@ def lengths_of(name: str, case: Case) -> Lengths:
 
 @cache
 def planned(name: str, case: Case) -> MinibatchPlan:
+    lengths = lengths_of(name, case)
     (plan,) = plan_step(
-        lengths_of(name, case),
+        lengths,
+        [QWEN2_5_7B.flops(length) for length in lengths],
         replicas=case.replicas,
         minibatches=1,
         max_tokens=MAX_TOKENS[name],
-        cost=QWEN2_5_7B,
         coupled=case.coupled,
         multiple_of=case.multiple_of,
         stages=case.stages,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -9,7 +10,6 @@ from slipstream.algos.section import AlgoSection
 from slipstream.broker.config import BrokerSection
 from slipstream.learner.layout import Layout
 from slipstream.learner.parallel import ParallelSizes
-from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
@@ -187,7 +187,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
-    broker: BrokerSection = BrokerSection()  # whose groups of equal rewards are dropped, or not
+    drops_equal_rewards: bool = True  # broker.drop_zero_variance
     environment: EnvironmentSection = EnvironmentSection()  # whether there are several turns
 
     @property
@@ -249,7 +249,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         checkpoint=section(table, "checkpoint", CheckpointSection),
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
-        broker=section(table, "broker", BrokerSection),
+        drops_equal_rewards=section(table, "broker", BrokerSection).drop_zero_variance,
         environment=section(table, "environment", EnvironmentSection),
     )
     model_folder(settings.run)
@@ -378,4 +378,29 @@ def _check_schedule(settings: LearnerSettings) -> None:
         raise ConfigError(
             "learner.wsd_decay_steps has no meaning with "
             f'learner.lr_schedule = "{learner.lr_schedule}"'
+        )
+
+
+def refuse_no_address(endpoint: str) -> None:
+    """Refuse an invalid server address.
+
+    Raises:
+        ConfigError: the address is invalid; the message has the reason, but no password.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        host = parts.hostname or ""
+        host.encode("idna")
+        is_whole = parts.port != 0 and endpoint.split() == [endpoint]
+    except ValueError as error:
+        raise ConfigError(f"algo.teacher.endpoint is no address: {error}") from error
+    if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
+            f"{parts.scheme or 'no scheme'} and {host or 'no host'}"
+        )
+    if not is_whole or parts.query or parts.fragment:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, with a port above 0, "
+            "and no white space, query or fragment after it"
         )

@@ -10,7 +10,7 @@ its children (launch.py), or on other nodes learn it from the watch (nodes/watch
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,9 +30,6 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
-if TYPE_CHECKING:
-    from slipstream.learner.model.topology import Topology
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -40,10 +37,9 @@ T = TypeVar("T")
 class Coordinator:
     """One rank's view of the requests that rank 0 sends for all ranks."""
 
-    def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
+    def __init__(self, leader: LeadingLink | None, stop: StopRequest) -> None:
         """Connect the ranks; rank 0 alone has a ``leader``."""
         self._leader = leader
-        self._topology = topology
         self._stop = stop
         self._publishes = False
 
@@ -69,11 +65,11 @@ class Coordinator:
 
     def agreed(self, value: T | None, kind: type[T]) -> T:
         """Return rank 0's value on every rank; the other ranks' values are ignored."""
-        return msgspec.msgpack.decode(self._broadcast(msgspec.msgpack.encode(value)), type=kind)
+        return msgspec.msgpack.decode(broadcast_bytes(msgspec.msgpack.encode(value)), type=kind)
 
     def on_any(self, flag: bool) -> bool:
         """Return True on every rank if the flag is set on any; waits for all ranks."""
-        return any_rank(flag, world_size=self._topology.world_size)
+        return any_rank(flag)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -102,7 +98,7 @@ class Coordinator:
                 StopTraining() if stops else self._leader.next_order(version, max_wait_s=max_wait_s)
             )
             data = encode_order(order)
-        return decode_order(self._broadcast(data))
+        return decode_order(broadcast_bytes(data))
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
         """Have the batch of the step that starts from ``version`` replaced."""
@@ -160,7 +156,3 @@ class Coordinator:
         """Stop the relay: this learner ends as planned and no other follows it."""
         if self._leader is not None:
             self._leader.end()
-
-    def _broadcast(self, data: bytes | None) -> bytes:
-        topology = self._topology
-        return broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)

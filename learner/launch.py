@@ -84,30 +84,20 @@ def run_learner(
     refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
     if launch.resumes and place.node == 0:
         fetch_newer(settings)
-    if algorithm.choice.learns_from_equal_rewards and settings.broker.drop_zero_variance:
+    if algorithm.choice.learns_from_equal_rewards and settings.drops_equal_rewards:
         _log.warning(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
             "algo.likelihood), and broker.drop_zero_variance = true replaces them: set it to false"
         )
+    node = _Node(settings, algorithm, place, launch, stop, argv)
     if place.layout.ranks == 1:
-        run_rank(
-            settings,
-            algorithm,
-            place,
-            rank=0,
-            store=HashStore(),
-            early=None,
-            launch=launch,
-            stop=stop,
-        )
-        return
-    node = _Node(settings, algorithm, place, argv, launch, stop)
-    if place.address is not None:
+        node.run_rank(0, HashStore(), None)
+    elif place.address is not None:
         _run_with_others(node, place.address)
-        return
-    timeout_s = settings.learner.timeout_s
-    store = open_store(_HOST, world_size=place.layout.ranks, timeout_s=timeout_s)
-    node.run(Address(_HOST, store.port), store)
+    else:
+        timeout_s = settings.learner.timeout_s
+        store = open_store(_HOST, world_size=place.layout.ranks, timeout_s=timeout_s)
+        node.run(Address(_HOST, store.port), store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +107,9 @@ class _Node:
     settings: LearnerSettings
     algorithm: Algorithm
     place: Place
-    argv: Sequence[str]
     launch: Launch
     stop: StopRequest
+    argv: Sequence[str] = ()  # command line of the ranks that the first one starts
 
     def run(self, address: Address, store: Store, watch: NodeWatch | None = None) -> None:
         """Run all ranks, which meet in the store at ``address``, until they end.
@@ -127,24 +117,15 @@ class _Node:
         Raises:
             ChildDiedError: a rank ended early.
         """
-        settings, (first, *others) = self.settings, self.place.ranks
+        first, *others = self.place.ranks
         children = {rank: _start_rank(self.argv, rank, address.port) for rank in others}
         if watch is not None:
             watch.ranks_here(children)
         try:
-            run_rank(
-                settings,
-                self.algorithm,
-                self.place,
-                rank=first,
-                store=store,
-                early=EarlyPlans(_join_store(settings, address)),
-                launch=self.launch,
-                stop=self.stop,
-            )
+            self.run_rank(first, store, address)
             for rank, child in children.items():
                 try:
-                    code = child.wait(settings.learner.timeout_s)
+                    code = child.wait(self.settings.learner.timeout_s)
                 except subprocess.TimeoutExpired as error:
                     raise ChildDiedError(f"learner rank {rank} did not end") from error
                 if code != 0:
@@ -161,6 +142,145 @@ class _Node:
                 if child.poll() is None:
                     child.kill()
                 child.wait()
+
+    def run_rank(self, rank: int, store: Store, address: Address | None) -> None:
+        """Build the policy on a rank and train.
+
+        The ranks meet in ``store``, whose server is at ``address``; None for a single rank.
+        """
+        learner, place = self.settings.learner, self.place
+        _take_interface(place.address.host if place.address is not None else _HOST)
+        device.set_threads(learner.threads)
+        if learner.deterministic:
+            device.set_deterministic()
+        topology = init_topology(
+            rank=rank,
+            ranks_per_node=place.layout.ranks_per_node,
+            world_size=learner.ranks,
+            sizes=learner.sizes,
+            store=store,
+            seed=self.settings.run.seed,
+            timeout_s=learner.timeout_s,
+        )
+        try:
+            early = EarlyPlans(_join_store(self.settings, address)) if address is not None else None
+            self._train(topology, early)
+        finally:
+            destroy_topology()
+
+    def _train(self, topology: Topology, early: EarlyPlans | None) -> None:
+        launch = self.launch
+        settings, policy = start_policy(
+            self.settings,
+            self.algorithm,
+            topology,
+            resumes=launch.resumes,
+            begun_after=launch.begun_after,
+        )
+        node, clock = replace(self, settings=settings), PhaseClock()
+        door = node._head_door(topology)
+        with (
+            node._open_link(topology, early, clock, door) as (link, leader),
+            node._open_part(topology, door) as part,
+            self.stop.deferred(when=settings.checkpoint.on_stop or self.place.node > 0),
+        ):
+            coordinator = Coordinator(leader, self.stop)
+            loop = LearnerLoop(
+                settings, topology, policy, self.algorithm, link, coordinator, clock, part=part
+            )
+            with launch.health.ending():
+                loop.run(launch.health)
+
+    @property
+    def _keeps_parts(self) -> bool:
+        """True if each of several hosts keeps and serves the tensors that it writes."""
+        settings = self.settings
+        is_shared = settings.weightbus.parts == "auto" and not settings.lora.is_named
+        return self.place.layout.nodes > 1 and is_shared
+
+    def _relay_launch(self) -> RelayLaunch:
+        """Return how to start this host's relay: as the head on node 0, as a part on other hosts.
+
+        A relay listens for engines at the address that leads to node 0, or at weightbus.listen if
+        that is an address of this host.
+
+        Raises:
+            ConfigError: the address towards node 0 is not IPv4.
+        """
+        place, launch = self.place, self.launch.relay
+        if place.address is None or not self._keeps_parts:
+            return launch
+        own, listen = address_towards(place.address.host), self.settings.weightbus.listen
+        is_own = bool(own) and f"//{own}:" in listen
+        if not is_own and (place.node > 0 or not listen):
+            if "." not in own:
+                raise ConfigError(
+                    f"node {place.node} reaches node 0 ({place.address}) from "
+                    f"{own or 'no address'}, and its relay listens at an IPv4 address: set "
+                    'weightbus.listen to one, or weightbus.parts = "off"'
+                )
+            listen = f"tcp://{own}:0"
+        words = (*launch.settings, f"weightbus.listen={listen}")
+        return replace(launch, settings=words, part=place.node, parts=place.layout.nodes)
+
+    def _head_door(self, topology: Topology) -> HeadDoor | None:
+        """Return where the first ranks of several hosts learn the head relay's address."""
+        is_first = topology.rank == self.place.ranks[0]
+        if self.place.address is None or not is_first or not self._keeps_parts:
+            return None
+        return HeadDoor(_join_store(self.settings, self.place.address))
+
+    @contextmanager
+    def _open_part(self, topology: Topology, door: HeadDoor | None) -> Iterator[PartLink | None]:
+        """Open the part relay on each host's first rank, except rank 0, which has the head."""
+        if door is None or topology.rank == 0 or self.launch.replay is not None:
+            yield None
+            return
+        with BackgroundLoop() as loop:
+            part = PartLink(loop, self.settings.run, self._relay_launch(), door)
+            try:
+                yield part
+            except SystemExit:  # stopped at once
+                part.end()
+                raise
+
+    @contextmanager
+    def _open_link(
+        self, topology: Topology, early: EarlyPlans | None, clock: PhaseClock, door: HeadDoor | None
+    ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
+        """Open the link of a rank that fetches payloads; on rank 0 it is the leading link too."""
+        settings = self.settings
+        if not topology.leads_replica:
+            yield None, None
+            return
+        if self.launch.replay is not None:
+            file = ReplayLink(self.launch.replay, settings)
+            yield file, file if topology.rank == 0 else None
+            return
+        with BackgroundLoop() as loop:
+            link: PayloadLink
+            leader: LeaderLink | None = None
+            if topology.rank == 0:
+                link = leader = LeaderLink(
+                    loop,
+                    settings,
+                    clock,
+                    lambda: self.stop.requested,
+                    relay=self._relay_launch(),
+                    early=early if topology.data_parallel > 1 else None,
+                    on_door=door.post if door is not None else None,
+                )
+            else:
+                name, replica = f"learner-rank-{topology.rank}", topology.data_parallel_rank
+                link = PayloadLink(loop, settings, name, replica=replica, early=early)
+            try:
+                yield link, leader
+            except SystemExit:  # stopped at once
+                if leader is not None:
+                    leader.end()
+                raise
+            finally:
+                link.close()
 
 
 def _run_with_others(node: _Node, address: Address) -> None:
@@ -208,16 +328,8 @@ def join_ranks(
     """
     address = place.address or Address(_HOST, port)
     try:
-        run_rank(
-            settings,
-            algorithm_of(settings),
-            place,
-            rank=rank,
-            store=_join_store(settings, address),
-            early=EarlyPlans(_join_store(settings, address)),
-            launch=launch,
-            stop=StopRequest(),
-        )
+        node = _Node(settings, algorithm_of(settings), place, launch, StopRequest())
+        node.run_rank(rank, _join_store(settings, address), address)
     except RuntimeError as error:
         if place.address is None or not is_of_collective(error):
             raise
@@ -236,161 +348,6 @@ def _take_interface(host: str) -> None:
     os.environ.update(interface_variables(host, os.environ))  # noqa: TID251 gloo and NCCL have no setting
 
 
-def run_rank(
-    settings: LearnerSettings,
-    algorithm: Algorithm,
-    place: Place,
-    *,
-    rank: int,
-    store: Store,
-    early: EarlyPlans | None,
-    launch: Launch,
-    stop: StopRequest,
-) -> None:
-    """Build the policy on this rank and train."""
-    learner = settings.learner
-    _take_interface(place.address.host if place.address is not None else _HOST)
-    device.set_threads(learner.threads)
-    if learner.deterministic:
-        device.set_deterministic()
-    topology = init_topology(
-        rank=rank,
-        ranks_per_node=place.layout.ranks_per_node,
-        world_size=learner.ranks,
-        sizes=learner.sizes,
-        store=store,
-        seed=settings.run.seed,
-        timeout_s=learner.timeout_s,
-    )
-    try:
-        settings, policy = start_policy(
-            settings, algorithm, topology, resumes=launch.resumes, begun_after=launch.begun_after
-        )
-        clock = PhaseClock()
-        with (
-            _head_door(settings, place, rank) as door,
-            _open_link(settings, place, topology, early, launch, clock, stop, door) as (
-                link,
-                leader,
-            ),
-            _open_part(settings, place, launch, door, rank) as part,
-            stop.deferred(when=settings.checkpoint.on_stop or place.node > 0),
-        ):
-            coordinator = Coordinator(leader, topology, stop)
-            loop = LearnerLoop(
-                settings, topology, policy, algorithm, link, coordinator, clock, part=part
-            )
-            with launch.health.ending():
-                loop.run(launch.health)
-    finally:
-        destroy_topology()
-
-
-def _keeps_parts(settings: LearnerSettings, place: Place) -> bool:
-    """Return True if each of several hosts keeps and serves the tensors that it writes."""
-    is_shared = settings.weightbus.parts == "auto" and not settings.lora.is_named
-    return place.layout.nodes > 1 and is_shared
-
-
-def _relay_launch(settings: LearnerSettings, place: Place, launch: RelayLaunch) -> RelayLaunch:
-    """Return how to start this host's relay: as the head on node 0, as a part on other hosts.
-
-    A relay listens for engines at the address that leads to node 0, or at weightbus.listen if that
-    is an address of this host.
-
-    Raises:
-        ConfigError: the address towards node 0 is not IPv4.
-    """
-    if place.address is None or not _keeps_parts(settings, place):
-        return launch
-    own, listen = address_towards(place.address.host), settings.weightbus.listen
-    is_own = bool(own) and f"//{own}:" in listen
-    if not is_own and (place.node > 0 or not listen):
-        if "." not in own:
-            raise ConfigError(
-                f"node {place.node} reaches node 0 ({place.address}) from {own or 'no address'}, "
-                "and its relay listens at an IPv4 address: set weightbus.listen to one, or "
-                'weightbus.parts = "off"'
-            )
-        listen = f"tcp://{own}:0"
-    words = (*launch.settings, f"weightbus.listen={listen}")
-    return replace(launch, settings=words, part=place.node, parts=place.layout.nodes)
-
-
-@contextmanager
-def _head_door(settings: LearnerSettings, place: Place, rank: int) -> Iterator[HeadDoor | None]:
-    """Open the place where the first ranks of several hosts learn the head relay's address."""
-    is_first = rank == place.ranks[0]
-    if place.address is None or not is_first or not _keeps_parts(settings, place):
-        yield None
-        return
-    yield HeadDoor(_join_store(settings, place.address))
-
-
-@contextmanager
-def _open_part(
-    settings: LearnerSettings, place: Place, launch: Launch, door: HeadDoor | None, rank: int
-) -> Iterator[PartLink | None]:
-    """Open the part relay on each host's first rank, except rank 0, which has the head."""
-    if door is None or rank == 0 or launch.replay is not None:
-        yield None
-        return
-    relay = _relay_launch(settings, place, launch.relay)
-    with BackgroundLoop() as loop:
-        part = PartLink(loop, settings.run, relay, door)
-        try:
-            yield part
-        except SystemExit:  # stopped at once
-            part.end()
-            raise
-
-
-@contextmanager
-def _open_link(
-    settings: LearnerSettings,
-    place: Place,
-    topology: Topology,
-    early: EarlyPlans | None,
-    launch: Launch,
-    clock: PhaseClock,
-    stop: StopRequest,
-    door: HeadDoor | None,
-) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
-    """Open the link of a rank that fetches payloads; on rank 0 it is the leading link too."""
-    if not topology.leads_replica:
-        yield None, None
-        return
-    if launch.replay is not None:
-        file = ReplayLink(launch.replay, settings)
-        yield file, file if topology.rank == 0 else None
-        return
-    with BackgroundLoop() as loop:
-        link: PayloadLink
-        leader: LeaderLink | None = None
-        if topology.rank == 0:
-            several = early if topology.data_parallel > 1 else None
-            link = leader = LeaderLink(
-                loop,
-                settings,
-                clock,
-                lambda: stop.requested,
-                relay=_relay_launch(settings, place, launch.relay),
-                early=several,
-                on_door=door.post if door is not None else None,
-            )
-        else:
-            name, replica = f"learner-rank-{topology.rank}", topology.data_parallel_rank
-            link = PayloadLink(loop, settings, name, replica=replica, early=early)
-        try:
-            yield link, leader
-        except SystemExit:  # stopped at once
-            if leader is not None:
-                leader.end()
-            raise
-        finally:
-            link.close()
-
-
 def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[bytes]":
     die_with_me = bound_to_me()
 
@@ -399,16 +356,6 @@ def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[
         for signum in STOP_SIGNALS:  # rank 0 alone decides when to end
             signal.signal(signum, signal.SIG_IGN)
 
-    return subprocess.Popen(  # noqa: S603 our own program
-        [
-            sys.executable,
-            "-m",
-            "slipstream.learner.main",
-            *argv,
-            "--rank",
-            str(rank),
-            "--port",
-            str(port),
-        ],
-        preexec_fn=prepare,
-    )
+    program = [sys.executable, "-m", "slipstream.learner.main"]
+    own = ["--rank", str(rank), "--port", str(port)]
+    return subprocess.Popen([*program, *argv, *own], preexec_fn=prepare)  # noqa: S603 our own program

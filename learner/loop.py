@@ -33,9 +33,9 @@ from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.model import device
-from slipstream.learner.model.hf_weights import save_hf_folder
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.publish.contents import AdaptersAlone, Contents, WholeModel
+from slipstream.learner.model.weights.hf_weights import save_hf_folder
+from slipstream.learner.publish.contents import AdaptersAlone, Contents
 from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publishing import Publishing
 from slipstream.learner.record.profiling import StepProfiler
@@ -256,7 +256,7 @@ class LearnerLoop:
     def _contents(self) -> Contents:
         model = self._policy.model
         is_named = self._settings.lora.is_named
-        return AdaptersAlone(model) if is_named else WholeModel(model)
+        return AdaptersAlone(model) if is_named else Contents(model)
 
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out, with a probe if due; the transfer does not wait.

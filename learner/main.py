@@ -4,13 +4,13 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.broker.listening.health_port import serving
-from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.model_digests import short_digest
 from slipstream.wire.process.command_line import (
@@ -29,6 +29,11 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder
 
+if TYPE_CHECKING:
+    from slipstream.learner.config import LearnerSettings
+    from slipstream.learner.layout import Place
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # before torch 2.9, since torch 2.9
 _THREADS_S = 1.0  # grace for requests to a silent store, and for an abandoned checkpoint
 
 
@@ -67,43 +72,46 @@ def _main() -> int:
     start_logging(name, logs)
 
     health = Health(name, stuck_s=settings.run.stuck_s)
+    port = arguments.health if arguments.rank is None else 0  # a node's first rank
+    return run_and_leave(serving(health, port)(lambda: _train(arguments, settings, place, health)))
 
-    @serving(health, arguments.health if arguments.rank is None else 0)  # a node's first rank
-    def body() -> int:
-        if usable_gpus():
-            os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
-        if place.address is not None:  # our log says why a store ends
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # noqa: TID251 the same
-        from slipstream.learner.model import device
-        from slipstream.learner.stop import StopRequest
 
-        stop = StopRequest()
-        if arguments.rank is None:
-            stop.listen()
-        device.prepare()
-        from slipstream.learner.launch import Launch, join_ranks, run_learner
-        from slipstream.learner.publish.relay_process import RelayLaunch
+def _train(
+    arguments: argparse.Namespace, settings: "LearnerSettings", place: "Place", health: Health
+) -> int:
+    """Run one rank of this node, or the first and with it the others."""
+    if usable_gpus():
+        os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
+    if place.address is not None:  # our log says why a store ends
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # noqa: TID251 the same
+    from slipstream.learner.model import device
+    from slipstream.learner.stop import StopRequest
 
-        health.drains_when(lambda: stop.requested)
-        health.waits_for("its policy to load")
-        lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from our parent
-        launch = Launch(
-            replay=arguments.replay,
-            resumes=arguments.resume is not None,
-            begun_after=arguments.begun_after,
-            relay=RelayLaunch(
-                settings_arguments(arguments),
-                int(lifeline) if lifeline else None,
-                digest=short_digest(msgspec.json.encode(settings.weightbus)),
-            ),
-            health=health,
-        )
-        if arguments.rank is not None:
-            return join_ranks(settings, place, rank=rank, port=arguments.port, launch=launch)
-        run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
-        return 0
+    stop = StopRequest()
+    if arguments.rank is None:
+        stop.listen()
+    device.prepare()
+    from slipstream.learner.launch import Launch, join_ranks, run_learner
+    from slipstream.learner.publish.relay_process import RelayLaunch
 
-    return run_and_leave(body)
+    health.drains_when(lambda: stop.requested)
+    health.waits_for("its policy to load")
+    lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from our parent
+    launch = Launch(
+        replay=arguments.replay,
+        resumes=arguments.resume is not None,
+        begun_after=arguments.begun_after,
+        relay=RelayLaunch(
+            settings_arguments(arguments),
+            int(lifeline) if lifeline else None,
+            digest=short_digest(msgspec.json.encode(settings.weightbus)),
+        ),
+        health=health,
+    )
+    if arguments.rank is not None:
+        return join_ranks(settings, place, rank=arguments.rank, port=arguments.port, launch=launch)
+    run_learner(settings, place, sys.argv[1:], launch=launch, stop=stop)
+    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -150,6 +158,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_health(parser)
     return parser
+
+
+def gpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables to add to a learner's environment on a GPU; variables already set stay.
+
+    Libraries read them once, when torch is imported.
+    A single queue to the GPU keeps kernels and communication in launch order, which Megatron's
+    tensor parallelism relies on. Memory segments that can grow are not fragmented by microbatches
+    of different lengths.
+    """
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", _ALLOCATOR[0]: "expandable_segments:True"}
+    if any(name in environment for name in _ALLOCATOR):
+        del wanted[_ALLOCATOR[0]]
+    return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def run_and_leave(body: Callable[[], int]) -> int:

@@ -29,15 +29,8 @@ class Publishing:
     ) -> None:
         """Make the memories and start the relays.
 
-        Args:
-            model: this rank's part of the model.
-            topology: parallel topology of all ranks.
-            coordinator: coordinator of this rank.
-            bucket_bytes: weightbus.bucket_bytes.
-            contents: tensors that a version consists of.
-            in_parts: True if every host keeps the tensors that it writes.
-            part: this host's part relay, on its first rank unless that is rank 0.
-            epoch: epoch of this learner.
+        Every host keeps the tensors that it writes if ``in_parts``, else the first keeps all.
+        ``part`` is this host's part relay, on its first rank unless that is rank 0.
         """
         self._coordinator = coordinator
         self._writer = writer = WeightWriter(

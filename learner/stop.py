@@ -1,8 +1,8 @@
 """Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
-The first rank of each node listens; rank 0 decides, the others are told what they were asked
-(nodes/watch.py). The other ranks are started with such signals ignored, since a terminal
-sends its own to all of them; they follow rank 0's broadcasts, and die with their first rank.
+The first rank of each node listens; rank 0 decides, and nodes/watch.py sends its decision to the
+others. The other ranks are started with such signals ignored, since a terminal sends its own to
+all of them; they follow rank 0's broadcasts, and die with their first rank.
 """
 
 import logging

@@ -106,10 +106,10 @@ def writes_what_it_holds(policy: "Policy", topology: "Topology", exported: Path)
 def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+    from slipstream.learner.checkpoints.files import Save, prepare_folder
     from slipstream.learner.checkpoints.loading import load_checkpoint
-    from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
 
     topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=_TIMEOUT_S)
@@ -157,7 +157,8 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
             report["writes"] = writes_what_it_holds(policy, topology, exported)
             prepare_folder(work / "checkpoints")
             info = info_of(policy, settings)
-            save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
+            saved = work / "checkpoints"
+            Save(policy, topology, saved, info, lambda: b"ledger", timeout_s=900.0).wait()
             report["saved"] = digest(policy.model)
     (work / "report.json").write_text(json.dumps(report))
     destroy_topology()

@@ -14,10 +14,11 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord, RelayAddress
+from tests.support.bus.snapshots import tensor_spec
 
 TIMEOUT_S = 60.0
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.device.report import ON_A_CPU, Report, run_stage
 from slipstream.learner.model.attention import group_by_length, grouped_attention
-from slipstream.learner.model.cuda_attention import Bounds, cuda_attention
+from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention
 from slipstream.learner.model.rotary import Rotary
 
 _OFF_BF16 = 2e-2  # relative to the largest value
@@ -114,7 +114,9 @@ def _compare_varlen(
     inputs = _inputs(sum(lengths), shape, device, torch.bfloat16)
 
     def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return cuda_attention(query, key, value, Bounds(bounds, bounds, longest, longest), scale)
+        return cuda_attention(
+            query, key, value, AttentionBounds(bounds, bounds, longest, longest), scale
+        )
 
     found = _with_gradients(varlen, inputs)
     right = _with_gradients(_plain(lengths, scale), [one.float() for one in inputs])

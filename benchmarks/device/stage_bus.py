@@ -21,7 +21,11 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.relay.transports.collective import EngineGroup
-from slipstream.weightbus.version.engine_checksums import Holder, differing, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    differing,
+    expected_checksums,
+)
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Join
 
@@ -138,7 +142,7 @@ async def _dying_relay(report: Report, bus: Bus, model: Path, engine: SglangEngi
             record = await bus.next_record(1)
         report.fact("seconds until an engine is repaired", time.monotonic() - began_s)
         report.holds("the engine of a killed relay is repaired", record.adopted_by)
-        wanted = expected_checksums(moved, Holder(device_name()))
+        wanted = expected_checksums(moved, EngineLayout(device_name()))
         report.holds("it holds our bytes", not differing(wanted, await engine.checksums()))
 
 
@@ -154,7 +158,7 @@ async def _versions(report: Report, bus: Bus, engine: SglangEngine, transport: s
     report.fact(f"{transport} went by", record.transports)
     report.fact(f"{transport} seconds", [round(one, 3) for one in seconds])
     report.fact(f"{transport} phases of the last", record.phase_seconds)
-    wanted = expected_checksums(moved, Holder(device_name()))
+    wanted = expected_checksums(moved, EngineLayout(device_name()))
     report.holds(f"{transport} checksums are ours", not differing(wanted, await engine.checksums()))
     (answer,) = await engine.sample([3, 4, 13], _SHORT, count=1)
     labelled = answer.version_starts == [(0, bus.version(_PUBLISHES - 1))]

@@ -19,7 +19,11 @@ from benchmarks.device.engines import device_name, engine_dtype, engine_of, has_
 from benchmarks.device.report import Report, run_stage
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
-from slipstream.weightbus.version.engine_checksums import Holder, differing, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    differing,
+    expected_checksums,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 
 _END = 2  # barred: no answer ends early
@@ -145,7 +149,7 @@ async def _check(
     )
     tensors = load_file(models[-1] / "model.safetensors")
     held = {one: tensor.to(engine_dtype()) for one, tensor in tensors.items()}
-    wanted = expected_checksums(held, Holder(device_name()))
+    wanted = expected_checksums(held, EngineLayout(device_name()))
     bad = differing(wanted, await engine.checksums())
     report.holds(f"{name} checksums are ours", not bad)
     if bad:

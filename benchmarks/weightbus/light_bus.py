@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.broker.process import ROOT, cpu_s, work_folder
 from benchmarks.weightbus.agent import SIZES
-from slipstream.learner.model.shards import is_finite
+from slipstream.learner.model.weights.shards import is_finite
 from slipstream.learner.publish.relay_link import RelayLink
 from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.version.shared_memory import SharedSlots

@@ -20,7 +20,13 @@ from benchmarks.weightbus.model import random_tensors
 from slipstream.wire.messages.codec import decode_bucket_answer, decode_command, encode
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Adopt, FetchBucket, Join, Outcome, Receive
+from slipstream.wire.messages.weightbus import (
+    Adopt,
+    CommandOutcome,
+    FetchBucket,
+    Join,
+    ReceiveVersion,
+)
 
 SIZE = "tiny"
 _HEARTBEAT_S = 1.0
@@ -125,12 +131,14 @@ class _Member:
     def obey(self) -> PolicyVersion | None:
         """Carry out a command; return the version if it is adopted now."""
         match command := decode_command(b"".join(self.commands.recv_multipart())):
-            case Receive():
+            case ReceiveVersion():
                 self._command_id = command.command_id
                 self._fetch(command.manifest)
             case Adopt():
                 self._adopted = command.version
-                done = Outcome(command_id=command.command_id, digest="d" * 32, num_in_flight=1)
+                done = CommandOutcome(
+                    command_id=command.command_id, digest="d" * 32, num_in_flight=1
+                )
                 self.commands.send(encode(done))
                 return command.version
             case _:
@@ -149,7 +157,7 @@ class _Member:
             raise RuntimeError(error)
         self._missing -= 1
         if not self._missing:
-            self.commands.send(encode(Outcome(command_id=self._command_id)))
+            self.commands.send(encode(CommandOutcome(command_id=self._command_id)))
 
 
 class _Scripted:

@@ -121,7 +121,7 @@ async def _way(folder: Path, sizes: Sizes, settings: WeightBusSection) -> AsyncI
     listener.admit({public: "far"})
     context = zmq.asyncio.Context(io_threads=4)
     socket, bulk = listener.open(context)
-    deltas = Deltas(versions, most_steps=0, most_bytes=0, wait_s=_TIMEOUT_S)
+    deltas = Deltas(versions, WeightBusSection(delta_versions=0))
     serving = asyncio.create_task(serve_buckets(bulk, versions, deltas, listener, Traffic()))
     far = zmq.asyncio.Context(io_threads=4)
     staging = Staging(folder, settings.bulk)

@@ -18,7 +18,7 @@ from benchmarks.weightbus.model import Sizes
 from slipstream.weightbus.net import groups
 from slipstream.wire.messages.codec import decode_command, encode
 from slipstream.wire.messages.manifest import WeightManifest
-from slipstream.wire.messages.weightbus import LoadBucket, OpenGroup, Outcome
+from slipstream.wire.messages.weightbus import CommandOutcome, LoadBucket, OpenGroup
 
 TIMEOUT_S = 60.0
 IN_FLIGHT = 2  # broadcasts of a group, as many as Collective.load has
@@ -76,7 +76,7 @@ class _Receiver:
         self._at = 0
         self._ended_s = 0.0
 
-    def obey(self, frame: bytes) -> Outcome:
+    def obey(self, frame: bytes) -> CommandOutcome:
         match command := decode_command(frame):
             case OpenGroup(group_name=name):
                 self._join(command.host, command.port, name, command.rank, command.world_size)
@@ -89,7 +89,7 @@ class _Receiver:
                 self._ended_s = time.monotonic()
             case _:
                 raise ValueError(f"{command} is not for a light agent")
-        return Outcome(command_id=command.command_id)
+        return CommandOutcome(command_id=command.command_id)
 
     def carry_out(self, order: dict[str, object]) -> dict[str, float]:
         match order:

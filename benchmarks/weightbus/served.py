@@ -40,18 +40,19 @@ from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     BusMessage,
+    CommandOutcome,
     Join,
     Offer,
-    Outcome,
     PublishRecord,
     RelayAddress,
 )
 from tests.support.blank_model import write_blank_model
+from tests.support.bus.snapshots import tensor_spec
 from tests.support.random_llama import write_random_weights
 
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
@@ -229,7 +230,7 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
 
         def counted(
             member: Member, command: Callable[[int], BusMessage]
-        ) -> "asyncio.Future[Outcome]":
+        ) -> "asyncio.Future[CommandOutcome]":
             sent.append(None)
             return send(member, command)
 

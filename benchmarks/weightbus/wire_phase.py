@@ -31,14 +31,14 @@ from benchmarks.weightbus.model import BUCKET_BYTES, MIB, Sizes, snapshot_of, wr
 from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import RelayState
 from slipstream.weightbus.relay.transports.collective import Collective
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.messages.codec import decode_agent_message
-from slipstream.wire.messages.weightbus import Join, Outcome
+from slipstream.wire.messages.weightbus import CommandOutcome, Join
 
 RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
 OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB}))
@@ -114,7 +114,7 @@ class _Relay:
     """The relay's end of the sockets and groups."""
 
     def __init__(self, socket: zmq.asyncio.Socket, names: Sequence[str]) -> None:
-        self._router = Router(socket)
+        self._router = MessageRouter(socket)
         self._answers: dict[str, asyncio.Queue[dict[str, float]]] = {
             name: asyncio.Queue(4) for name in names
         }
@@ -141,7 +141,7 @@ class _Relay:
                 self._answers[name].put_nowait(json.loads(frame[1:]))
             else:
                 message = decode_agent_message(frame)
-                if isinstance(message, Outcome):
+                if isinstance(message, CommandOutcome):
                     by_name[name].take(message)
 
         await self._router.run(take)

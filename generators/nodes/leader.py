@@ -42,7 +42,7 @@ from slipstream.wire.messages.followers import (
     ToFollower,
 )
 from slipstream.wire.messages.pieces import joined_message
-from slipstream.wire.messages.weightbus import Receive, RelayAddress
+from slipstream.wire.messages.weightbus import ReceiveVersion, RelayAddress
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.rate_limited_log import RateLimitedLog
@@ -287,7 +287,9 @@ class Leader:
 
     # ---- versions ------------------------------------------------------------
 
-    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+    async def fetch_too(
+        self, receive: ReceiveVersion, relay: RelayAddress, *, may_be_read: bool
+    ) -> int:
         """Order every other node to fetch a version; return the bytes that they fetched.
 
         Raises:

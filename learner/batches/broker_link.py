@@ -54,7 +54,7 @@ _GOODBYE_S = 10.0
 class LeaderLink(PayloadLink):
     """Rank 0's further requests: batches, commits, publishes, reports."""
 
-    publishes = True
+    publishes = True  # whole weights are wanted after each step
     _role: Role = "learner"
 
     def __init__(
@@ -103,7 +103,11 @@ class LeaderLink(PayloadLink):
     def take_over(
         self, step: int, checkpoint: str, resumed: CheckpointInfo | None
     ) -> PolicyVersion:
-        """Become the run's learner; return the version of the weights held."""
+        """Become the run's learner at ``step``; return the version of the weights held.
+
+        ``checkpoint`` is the name of the checkpoint resumed from, ``resumed`` its description;
+        empty and None for the policy that the run started with.
+        """
         request = TakeOver(
             step=step,
             checkpoint=checkpoint,
@@ -119,6 +123,7 @@ class LeaderLink(PayloadLink):
     ) -> StepPlan | BatchNotReady | RunComplete:
         """Wait for the batch of the step that starts from ``version``, or for a stop request.
 
+        News of the run's last step come at once, not after ``max_wait_s``.
         The request is sent even if the batch was found in the background: this answer counts,
         and the same batch comes again at once.
         """
@@ -163,7 +168,7 @@ class LeaderLink(PayloadLink):
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
     ) -> StepCommitted:
-        """Report that the step is trained; returns when that is durable."""
+        """Report that the step is trained; return all evaluations so far and the last step."""
         self._tokens += num_tokens
         request = StepCommit(version=version, metrics=finite(metrics))
         answer, _ = self._loop.run(self._client.ask(request, StepCommitted))

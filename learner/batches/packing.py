@@ -119,33 +119,10 @@ def unpack(
             chosen tokens, or a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
     name = f"trajectory {header.group_id}/{header.sibling}"
-    if header.num_tokens > longest:
-        raise ProtocolError(
-            f"{name} has {header.num_tokens} tokens, one of this run {longest} at most "
-            "(environment.max_tokens, or sampling.max_prompt_tokens and max_response_tokens)"
-        )
-    if len(header.turns) > max_turns:
-        raise ProtocolError(
-            f"{name} has {len(header.turns)} turns, one of this run {max_turns} at most "
-            "(environment.max_turns; without an environment.function there are none)"
-        )
-    if payload.token_ids.shape != (header.num_tokens,):
-        raise ProtocolError(
-            f"{name}: header has {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
-        )
-    fewest = min(turn.num_tokens for turn in header.chosen)
-    if not 0 <= header.min_response_tokens <= fewest:
-        raise ProtocolError(
-            f"{name} has {fewest} response tokens, of which the first "
-            f"{header.min_response_tokens} could not end it (min_response_tokens)"
-        )
-    if header.temperature == 0:
-        raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
-    if not _TEMPERATURES[0] <= header.temperature <= _TEMPERATURES[1]:
-        raise ProtocolError(
-            f"{name} was sampled at a temperature of {header.temperature:g}; logits are divided by "
-            f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}"
-        )
+    _refuse_header(header, name, longest=longest, max_turns=max_turns)
+    shape = payload.token_ids.shape
+    if shape != (header.num_tokens,):
+        raise ProtocolError(f"{name}: header has {header.num_tokens} tokens, payload has {shape}")
     token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
     logprobs = _array(payload.behavior_logprobs)
     chosen, barred = _chosen(header)
@@ -162,15 +139,7 @@ def unpack(
         raise ProtocolError(
             f"{name}: the loss mask is not on the {header.num_response_tokens} response tokens"
         )
-    if not np.isfinite(logprobs[mask]).all():
-        raise ProtocolError(f"{name} holds a logprob that is not finite")
-    if logprobs[mask].max() > _LOGPROB_ROUNDING:
-        raise ProtocolError(f"{name} holds a logprob of {logprobs[mask].max():.3g}, above 0")
-    if logprobs[mask].min() < _LEAST_LOGPROB:
-        raise ProtocolError(
-            f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
-            "no sampler draws such a token"
-        )
+    _refuse_logprobs(logprobs[mask], name)
     return TrainTrajectory(
         end_barred=barred if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
@@ -183,6 +152,44 @@ def unpack(
         experts=None if experts is None else _experts(payload.decisions, experts, header, name),
         branches=header.branches,
     )
+
+
+def _refuse_header(header: TrajectoryHeader, name: str, *, longest: int, max_turns: int) -> None:
+    if header.num_tokens > longest:
+        raise ProtocolError(
+            f"{name} has {header.num_tokens} tokens, one of this run {longest} at most "
+            "(environment.max_tokens, or sampling.max_prompt_tokens and max_response_tokens)"
+        )
+    if len(header.turns) > max_turns:
+        raise ProtocolError(
+            f"{name} has {len(header.turns)} turns, one of this run {max_turns} at most "
+            "(environment.max_turns; without an environment.function there are none)"
+        )
+    fewest = min(turn.num_tokens for turn in header.chosen)
+    if not 0 <= header.min_response_tokens <= fewest:
+        raise ProtocolError(
+            f"{name} has {fewest} response tokens, of which the first "
+            f"{header.min_response_tokens} could not end it (min_response_tokens)"
+        )
+    if header.temperature == 0:
+        raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
+    if not _TEMPERATURES[0] <= header.temperature <= _TEMPERATURES[1]:
+        raise ProtocolError(
+            f"{name} was sampled at a temperature of {header.temperature:g}; logits are divided by "
+            f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}"
+        )
+
+
+def _refuse_logprobs(logprobs: NDArray[np.float32], name: str) -> None:
+    if not np.isfinite(logprobs).all():
+        raise ProtocolError(f"{name} holds a logprob that is not finite")
+    if logprobs.max() > _LOGPROB_ROUNDING:
+        raise ProtocolError(f"{name} holds a logprob of {logprobs.max():.3g}, above 0")
+    if logprobs.min() < _LEAST_LOGPROB:
+        raise ProtocolError(
+            f"{name} holds a logprob of {logprobs.min():.3g}, below {_LEAST_LOGPROB:g}: "
+            "no sampler draws such a token"
+        )
 
 
 def _chosen(header: TrajectoryHeader) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

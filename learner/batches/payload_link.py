@@ -65,11 +65,18 @@ class PayloadLink:
         )
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories, in the requested order."""
+        """Return the payloads of delivered trajectories, in the requested order.
+
+        Payloads prefetched for this step are used and the rest requested; payloads prefetched for
+        another step are discarded.
+        """
         return self._loop.run(self._fetched(step, keys))
 
     def begin_prefetch(self, step: int) -> None:
-        """Find the batch of a coming step in the background, and fetch its payloads."""
+        """Find the batch of a coming step in the background, and fetch its payloads.
+
+        At most one step is prefetched: an earlier one is discarded. Nothing depends on it.
+        """
         self._loop.run(self._begin_search(step))
 
     def close(self) -> None:

@@ -21,14 +21,12 @@ from slipstream.learner.batches.bins import (
 )
 from slipstream.learner.batches.schedule import pipeline_span
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.flops import SequenceCost
 
 Indices = tuple[int, ...]
 
 _BALANCED = 1.01  # FLOPs of the heaviest replica, over the least there can be
 _FEW = 1.02  # microbatches, over the least there can be
 _OVERHEAD = 0.02  # time of a microbatch besides its FLOPs, as a share of a mean microbatch's
-_TOKENS = SequenceCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +43,21 @@ class MinibatchPlan:
 
 def plan_step(
     num_tokens: Sequence[int],
+    flops: Sequence[float],
     *,
     replicas: int,
     minibatches: int,
     max_tokens: int,
-    cost: SequenceCost = _TOKENS,
     coupled: bool = False,
     multiple_of: int = 1,
     stages: int = 1,
-    flops: Sequence[float] | None = None,
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
     ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
-    are balanced by ``flops``, or without ``flops`` by their ``cost``; microbatches are bounded by
-    tokens. No trajectory is split: context parallelism does that within a replica. A trajectory
-    longer than ``max_tokens`` has a microbatch to itself. Equal arguments give equal plans.
+    are balanced by ``flops``; microbatches are bounded by tokens. No trajectory is split: context
+    parallelism does that within a replica. A trajectory longer than ``max_tokens`` has a
+    microbatch to itself. Equal arguments give equal plans.
 
     Replicas are ``coupled`` if one cannot train a microbatch while another has none: by expert
     parallelism, which exchanges tokens between them in every layer, or by a pipeline, whose
@@ -91,22 +88,16 @@ def plan_step(
     bounds = [count * i // minibatches for i in range(minibatches + 1)]
     plans = []
     for start, end in pairwise(bounds):
-        lengths = [int(length) for length in num_tokens[start:end]]
-        of_each = [cost.flops(n) for n in lengths] if flops is None else list(flops[start:end])
         minibatch = _Minibatch(
-            num_tokens=lengths,
-            flops=of_each,
+            num_tokens=[int(length) for length in num_tokens[start:end]],
+            flops=list(flops[start:end]),
             replicas=replicas,
             max_tokens=max_tokens,
             coupled=coupled,
             multiple_of=multiple_of,
             stages=stages,
         )
-        shares = [
-            tuple(tuple(start + i for i in indices) for indices in share)
-            for share in minibatch.divided()
-        ]
-        plans.append(MinibatchPlan(tuple(shares)))
+        plans.append(minibatch.plan(start))
     return tuple(plans)
 
 
@@ -131,8 +122,16 @@ class _Minibatch:
     multiple_of: int
     stages: int
 
-    def divided(self) -> list[Bins]:
-        """Return the microbatches of each replica."""
+    def plan(self, start: int) -> MinibatchPlan:
+        """Return the microbatches of each replica; the first trajectory has the index ``start``."""
+        return MinibatchPlan(
+            tuple(
+                tuple(tuple(start + i for i in indices) for indices in share)
+                for share in self._divided()
+            )
+        )
+
+    def _divided(self) -> list[Bins]:
         tried: list[_Way] = []
         for shares in self._ways():
             fewest = sum(map(len, tried[0].shares if tried else shares))

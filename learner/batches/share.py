@@ -32,7 +32,7 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
         except SlipstreamError as error:
             _log.exception("step %d is abandoned: its payloads cannot be fetched", order.step)
             failure = error
-    if any_rank(failure is not None, world_size=topology.world_size):
+    if any_rank(failure is not None):
         raise failure or PeerLostError(
             f"step {order.step} is abandoned: another learner rank could not fetch its payloads, "
             "its log has the reason"
@@ -75,7 +75,7 @@ def unpack_share(
             key = (headers[i].group_id, headers[i].sibling)
             _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)
             is_bad[i] = True
-    bad = [i for i, flag in enumerate(union(is_bad, world_size=topology.world_size)) if flag]
+    bad = [i for i, flag in enumerate(union(is_bad)) if flag]
     if not bad:
         return sequences
     names = ", ".join(f"{headers[i].group_id}/{headers[i].sibling}" for i in bad)

@@ -31,11 +31,11 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
     from slipstream.learner.checkpoints.loading import load_weights
+    from slipstream.learner.model.adapters.lora import add_adapters
+    from slipstream.learner.model.adapters.peft import hash_of_base, save_adapter
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder
-    from slipstream.learner.model.lora import add_adapters
-    from slipstream.learner.model.peft import hash_of_base, save_adapter
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.model.weights.hf_weights import load_hf_weights, save_hf_folder
     from slipstream.wire.models.hf_config import load_hf_config
 
     info = read_checkpoint_info(checkpoint)

@@ -31,9 +31,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.learner.checkpoints.digests import write_digests
-from slipstream.learner.checkpoints.part import Part
-from slipstream.learner.checkpoints.staging import Staging
-from slipstream.learner.checkpoints.together import CheckpointError, CheckpointStuckError, Together
+from slipstream.learner.checkpoints.part import CheckpointPart
+from slipstream.learner.checkpoints.rank_agreement import (
+    CheckpointError,
+    CheckpointStuckError,
+    RankAgreement,
+)
+from slipstream.learner.checkpoints.staging import TensorStaging
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
@@ -55,7 +59,6 @@ _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 _BACKEND = CheckpointingConfig("torch_dist", 1)
 _POLL_S = 0.1
-_TIMEOUT_S = 900.0  # default of learner.timeout_s
 
 Stage: TypeAlias = Literal["staged", "writing", "written", "complete", "renamed"]
 """Stage of a save: training may continue; a rank writes its next tensor; a rank has written all its
@@ -110,20 +113,14 @@ class Save:
         ledger: Callable[[], bytes],
         *,
         timeout_s: float,
-        staging: Staging | None = None,
+        staging: TensorStaging | None = None,
         observe: Callable[[Stage], None] = ignore,
     ) -> None:
         """Begin to write into RUN/checkpoints.
 
-        Args:
-            policy: policy to save. Without ``staging`` it must not change before it is written.
-            topology: parallel topology of the ranks.
-            folder: RUN/checkpoints.
-            info: content of checkpoint.json.
-            ledger: returns the broker's part of the checkpoint; called on rank 0.
-            timeout_s: longest time without progress of a thread that ``wait`` waits for.
-            staging: memory for copies of the tensors; the previous save must have been written.
-            observe: called at each stage, on the thread that has reached it.
+        Without ``staging``, memory for copies of the tensors, the policy must not change before it
+        is written. ``ledger`` returns the broker's part of the checkpoint, on rank 0; ``observe``
+        is called at each stage, on the thread that has reached it.
 
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
@@ -132,7 +129,7 @@ class Save:
         self.num_polls = 0  # polls by ``wait``
         self._unfinished = folder / f".{self.path.name}{_UNFINISHED}"
         self._topology = topology
-        self._together = Together(self.path, topology)
+        self._agreement = RankAgreement(self.path, topology)
         self._observe = observe
         self._timeout_s = timeout_s
         self._num_signs = 0  # signs of progress
@@ -141,24 +138,8 @@ class Save:
         )
         self._files: dict[str, bytes] = {}  # files of rank 0 besides the tensors
         try:
-            self._together.on_rank_0(lambda: self._begin(info, ledger))
-            sharded, common = self._together.on_all(  # parts split over ranks, parts all hold
-                lambda: save_preprocess(
-                    {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
-                )
-            )
-            if topology.rank == 0:
-                self._files[COMMON_STATE_FNAME] = _serialized(common)
-            by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-                sharded, keep_only_main_replica=True
-            )
-            if staging is not None:
-                self._together.on_all(lambda: _stage(by_key, staging))
-            self._part = self._together.on_all(
-                lambda: Part(
-                    by_key, self._unfinished, self._on_tensor, is_staged=staging is not None
-                )
-            )
+            self._agreement.on_rank_0(lambda: self._begin(info, ledger))
+            self._part = self._planned(policy, staging)
         except CheckpointError:
             self._clear()
             raise
@@ -172,14 +153,14 @@ class Save:
         Raises:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
         """
-        if any_rank(not self._work.done(), world_size=self._topology.world_size):
+        if any_rank(not self._work.done()):
             return False
         work = self._work
         try:
             if self._all_wrote:
-                self._together.on_all(work.result)
+                self._agreement.on_all(work.result)
                 return True
-            of_all = self._together.on_all(lambda: self._part.gathered(work.result))
+            of_all = self._agreement.on_all(lambda: self._part.gathered(work.result))
         except CheckpointError:
             self._clear()
             raise
@@ -195,11 +176,10 @@ class Save:
             CheckpointError: on every rank, if any of them failed; nothing is left behind.
             CheckpointStuckError: on every rank, if a rank's thread made no progress for too long.
         """
-        world_size = self._topology.world_size
         while not self.advance():
             self.num_polls += 1
             is_stuck = not self._work.done() and self._patience.is_over()
-            if any_rank(is_stuck, world_size=world_size):  # no rank waits long for the slowest
+            if any_rank(is_stuck):  # no rank waits long for the slowest
                 raise CheckpointStuckError(
                     f"{self.path.name} is still being written, a learner rank has made no progress "
                     f"with it for {self._timeout_s:g} s (learner.timeout_s)"
@@ -210,6 +190,27 @@ class Save:
         self._files = {LEDGER_FILE: ledger_file(ledger()), INFO_FILE: encode_info(info)}
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
+
+    def _planned(self, policy: Policy, staging: TensorStaging | None) -> CheckpointPart:
+        """Return this rank's part of the policy, as it is now."""
+        topology = self._topology
+        sharded, common = self._agreement.on_all(  # parts split over ranks, parts all hold
+            lambda: save_preprocess(
+                {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
+            )
+        )
+        if topology.rank == 0:
+            self._files[COMMON_STATE_FNAME] = _serialized(common)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded, keep_only_main_replica=True
+        )
+        if staging is not None:
+            self._agreement.on_all(lambda: _stage(by_key, staging))
+        return self._agreement.on_all(
+            lambda: CheckpointPart(
+                by_key, self._unfinished, self._on_tensor, is_staged=staging is not None
+            )
+        )
 
     def _write(self) -> list[WriteResult]:
         """Write this rank's part, on its thread; a single rank also finishes."""
@@ -243,28 +244,7 @@ class Save:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
-def save_checkpoint(
-    policy: Policy,
-    topology: Topology,
-    folder: Path,
-    info: CheckpointInfo,
-    ledger: Callable[[], bytes],
-    *,
-    timeout_s: float = _TIMEOUT_S,
-) -> Path:
-    """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
-
-    Rank 0 calls ``ledger`` for the broker's ledger.
-
-    Raises:
-        CheckpointError: on every rank, if any of them failed; nothing is left behind.
-    """
-    save = Save(policy, topology, folder, info, ledger, timeout_s=timeout_s)
-    save.wait()
-    return save.path
-
-
-def _stage(by_key: dict[str, list[ShardedBase]], staging: Staging) -> None:
+def _stage(by_key: dict[str, list[ShardedBase]], staging: TensorStaging) -> None:
     """Replace tensors that training changes by copies."""
     tensors = [
         tensor for many in by_key.values() for tensor in many if isinstance(tensor, ShardedTensor)

@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from slipstream.learner.model.hf_tensors import hf_shapes
 from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo

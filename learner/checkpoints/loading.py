@@ -15,8 +15,8 @@ from slipstream.learner.checkpoints import random_numbers
 from slipstream.learner.checkpoints.digests import damage_of
 from slipstream.learner.checkpoints.files import random_state
 from slipstream.learner.checkpoints.identity import dtype_name, is_of_layout, refuse_other_model
-from slipstream.learner.checkpoints.other_form import load_other_form
-from slipstream.learner.checkpoints.together import reason_of
+from slipstream.learner.checkpoints.optimizer_resharding import load_resharded
+from slipstream.learner.checkpoints.rank_agreement import reason_of
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
@@ -60,18 +60,18 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
     if same:
         wanted["rng"] = random_state(topology)
-    _on_all(lambda: _refuse_damaged(folder) if topology.rank == 0 else None, folder, topology)
+    _on_all(lambda: _refuse_damaged(folder) if topology.rank == 0 else None, folder)
     if info.has_divided_optimizer == policy.divides_optimizer:
-        state = _on_all(lambda: _load(wanted, folder), folder, topology)
+        state = _on_all(lambda: _load(wanted, folder), folder)
     else:
-        state = load_other_form(
+        state = load_resharded(
             wanted,
-            lambda part: _on_all(lambda: _load(part, folder), folder, topology),
+            lambda part: _on_all(lambda: _load(part, folder), folder),
             has_float32=dtype_name(policy.model) == "float32",
         )
     policy.load_state(state)
     if same:
-        if not random_numbers.restore(state["rng"], torch.cuda, get_cuda_rng_tracker()):
+        if not random_numbers.restore(state["rng"], torch.cuda, get_cuda_rng_tracker().set_states):
             _log.info(
                 "%s was written on another kind of device: its random numbers start over",
                 folder.name,
@@ -103,7 +103,7 @@ def _refuse_damaged(folder: Path) -> None:
         raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
 
 
-def _on_all(read: Callable[[], Result], folder: Path, topology: Topology) -> Result:
+def _on_all(read: Callable[[], Result], folder: Path) -> Result:
     """Return what this rank reads, once all ranks have read.
 
     Raises:
@@ -115,7 +115,7 @@ def _on_all(read: Callable[[], Result], folder: Path, topology: Topology) -> Res
         result = read()
     except DamagedCheckpointError as error:
         failure = error
-    if any_rank(failure is not None, world_size=topology.world_size):
+    if any_rank(failure is not None):
         raise failure or DamagedCheckpointError(
             f"cannot read the checkpoint {folder}: another learner rank failed"
         )

@@ -28,7 +28,7 @@ from slipstream.learner.model import device
 _AHEAD_BYTES = 10_000_000  # bytes copied from the GPU during other writes; torch's default
 
 
-class Part:
+class CheckpointPart:
     """One rank's part of a checkpoint: planned by all ranks together, then written by each alone.
 
     This is torch's ``save`` in two halves. The asynchronous saves of torch and Megatron run
@@ -45,11 +45,8 @@ class Part:
     ) -> None:
         """Plan the part. An error on one rank is raised on all.
 
-        Args:
-            by_key: tensors and objects that this rank writes, by key in the checkpoint.
-            folder: folder to write into.
-            progress: called as each tensor or object is written.
-            is_staged: True if the tensors are on the host; else ``write`` copies from the GPU.
+        ``progress`` is called as each tensor or object is written. Unless ``is_staged``, ``write``
+        copies tensors from the GPU.
         """
         self._planner = _Planner(progress)
         ahead = 0 if is_staged else _AHEAD_BYTES  # 0 waits for no GPU

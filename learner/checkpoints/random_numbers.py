@@ -1,7 +1,7 @@
 """Random numbers that continue from a checkpoint."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,20 +17,15 @@ class Device(Protocol):
         """Continue from a state."""
 
 
-class Tracker(Protocol):
-    """Megatron's random states, by name."""
-
-    def set_states(self, states: dict[str, Any], /) -> None:
-        """Continue from states."""
-
-
-def restore(state: Mapping[str, Any], device: Device, tracker: Tracker) -> bool:
+def restore(
+    state: Mapping[str, Any], device: Device, set_megatron: Callable[[dict[str, Any]], None]
+) -> bool:
     """Continue a rank's random numbers.
 
     Args:
         state: random state in the checkpoint.
         device: device of this rank.
-        tracker: Megatron's tracker of this rank.
+        set_megatron: sets Megatron's random states, by name.
 
     Returns:
         False if the state is a GPU's and this device a CPU, or vice versa: the device's random
@@ -40,6 +35,6 @@ def restore(state: Mapping[str, Any], device: Device, tracker: Tracker) -> bool:
     same = len(state["cuda"]) == len(device.get_rng_state())
     if same:
         device.set_rng_state(state["cuda"])
-        tracker.set_states(state["megatron"])
+        set_megatron(state["megatron"])
     torch.set_rng_state(state["torch"])  # last: the device may be this CPU
     return same

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from slipstream.learner.checkpoints.files import Save, Stage, ignore, prepare_folder
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
-from slipstream.learner.checkpoints.kept import Kept
+from slipstream.learner.checkpoints.rank_agreement import CheckpointError, CheckpointStuckError
+from slipstream.learner.checkpoints.retained_checkpoints import RetainedCheckpoints
 from slipstream.learner.checkpoints.retention import (
     Resumption,
     is_final_save_due,
     is_overtaken,
     is_save_due,
 )
-from slipstream.learner.checkpoints.staging import Staging
-from slipstream.learner.checkpoints.together import CheckpointError, CheckpointStuckError
+from slipstream.learner.checkpoints.staging import TensorStaging
 from slipstream.learner.checkpoints.uploader import Uploader
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.collectives import any_rank
@@ -89,7 +89,7 @@ class Saver:
         self._run_id = run_id
         self._folder = settings.run.checkpoints
         self._observe = observe
-        self._staging = Staging()
+        self._staging = TensorStaging()
         self._in_flight: _InFlight | None = None
         self._num_failed = 0
         self._num_polls = 0
@@ -102,9 +102,9 @@ class Saver:
         if topology.rank == 0:
             prepare_folder(self._folder)
         self._uploader = Uploader(settings, run_id) if uploads else None
-        self._kept = Kept(settings, self._uploader)
+        self._retained = RetainedCheckpoints(settings, self._uploader)
         if topology.rank == 0:
-            self._kept.infos = readable_checkpoints(self._folder)
+            self._retained.infos = readable_checkpoints(self._folder)
             if not uploads:  # state of a start with other settings
                 (self._folder / UPLOAD_FILE).unlink(missing_ok=True)
 
@@ -158,17 +158,17 @@ class Saver:
         """
         self._saved = self._current = version
         if self._resumed is None:
-            self._kept.upload()
+            self._retained.upload()
             return
-        resumption = self._kept.resumption = Resumption(self._resumed.version, version.epoch)
+        resumption = self._retained.resumption = Resumption(self._resumed.version, version.epoch)
         overtaken = self._topology.rank == 0 and is_overtaken(
-            list(self._kept.infos.values()), resumption
+            list(self._retained.infos.values()), resumption
         )
-        if any_rank(overtaken, world_size=self._topology.world_size):
+        if any_rank(overtaken):
             self._begin(version, self._resumed.evaluation)
             self._wait()
         else:
-            self._kept.upload()
+            self._retained.upload()
             self._seal(version.step)
 
     def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
@@ -218,7 +218,7 @@ class Saver:
             self._wait()
         elif self._topology.rank == 0:
             path = self._folder / checkpoint_name(version.step)
-            if path not in self._kept.infos or self._kept.infos[path].version != version:
+            if path not in self._retained.infos or self._retained.infos[path].version != version:
                 return
             try:
                 replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
@@ -244,7 +244,7 @@ class Saver:
 
         A checkpoint being written gets its evaluation when it is complete.
         """
-        self._kept.note(evaluations)
+        self._retained.note(evaluations)
 
     # ---- one save --------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Saver:
             observe=self._observe,
         )
         # The save's thread may rename at any time: take a checkpoint of that name off the list.
-        replaced = self._kept.infos.pop(save.path, None)
+        replaced = self._retained.infos.pop(save.path, None)
         self._in_flight = _InFlight(save, info, replaced, started_s)
         if is_beside:
             self._add("time/stage_checkpoint", time.monotonic() - started_s)
@@ -351,14 +351,14 @@ class Saver:
         self._add("time/save_checkpoint", seconds)
         if self._topology.rank == 0:
             _log.info("saved %s in %.2f s", done.save.path, seconds)
-            self._kept.add(done.save.path, done.info)
+            self._retained.add(done.save.path, done.info)
             self._seal(done.info.step)
 
     def _give_up(self) -> None:
         """Drop the save in flight, which has failed: the checkpoint to replace is still there."""
         failed = self._end_flight()
         if failed.replaced is not None and failed.save.path.is_dir():
-            self._kept.infos[failed.save.path] = failed.replaced
+            self._retained.infos[failed.save.path] = failed.replaced
 
     def _end_flight(self) -> _InFlight:
         ended = self._in_flight
@@ -382,7 +382,7 @@ class Saver:
         """
         if self._topology.rank != 0:
             return
-        oldest = min((info.step for info in self._kept.infos.values()), default=step)
+        oldest = min((info.step for info in self._retained.infos.values()), default=step)
         try:
             self._report_sealed(self._current, step, min(oldest, step))
         except SlipstreamError as error:

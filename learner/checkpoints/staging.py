@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes: enough for any element; a cache line
 
 
-class Staging:
+class TensorStaging:
     """One piece of memory for all copies of a checkpoint, used again for the next checkpoint.
 
     Each copy has a storage of its own: torch writes whole storages.

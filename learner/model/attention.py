@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.context import TokenSplit
-from slipstream.learner.model.cuda_attention import Bounds, cuda_attention, has_kernel
-from slipstream.learner.model.expert_choices import ExpertChoices
+from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
+from slipstream.learner.model.experts.expert_choices import ExpertChoices
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 
@@ -70,7 +70,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         return group_by_length(self.cu_seqlens_q)
 
     @cached_property
-    def pieces(self) -> tuple[Bounds, ...]:
+    def pieces(self) -> tuple[AttentionBounds, ...]:
         """Bounds of the sequences of queries and keys, for each run of this rank's queries.
 
         A run has no queries of the sequences before it, and no keys of the sequences after it.
@@ -78,7 +78,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         bounds: Tensor = self.cu_seqlens_q
         longest: int = self.max_seqlen_q
         return tuple(
-            Bounds(
+            AttentionBounds(
                 bounds.clamp(first, end) - first,
                 bounds.clamp(max=end),
                 min(longest, end - first),
@@ -86,28 +86,6 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
             )
             for first, end in self.split.pieces()
         )
-
-
-def packed_layout(
-    cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation, split: TokenSplit
-) -> PackedLayout:
-    """Describe a packed microbatch.
-
-    Args:
-        cu_seqlens: bounds as in ``group_by_length``, for all tokens with their padding.
-        max_seqlen: length of the longest sequence.
-        rotation: rotation of this rank's tokens.
-        split: split of the tokens over context parallelism.
-    """
-    return PackedLayout(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        rotation=rotation,
-        split=split,
-    )
 
 
 class VarlenCoreAttention(torch.nn.Module):
@@ -163,7 +141,7 @@ class VarlenCoreAttention(torch.nn.Module):
 
 
 def bounded_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
 ) -> Tensor:
     """Return attention of the last tokens of sequences to all before them, in any type.
 

@@ -10,13 +10,17 @@ from slipstream.learner.model.device import device
 from slipstream.wire.messages.codec import Frame
 
 
-def broadcast_bytes(data: bytes | None, *, rank: int, world_size: int) -> bytes:
-    """Return rank 0's ``data`` on every rank; the others pass None."""
-    if world_size == 1:
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """Return rank 0's ``data`` on every rank; what the others pass is ignored."""
+    if _num_ranks() == 1:
         return data if data is not None else b""
     size = torch.tensor([len(data or b"")], dtype=torch.int64, device=device())
     dist.broadcast(size, src=0)
-    if rank == 0 and data is not None:
+    if dist.get_rank() == 0 and data is not None:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
     else:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
@@ -42,18 +46,18 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [buffer.cpu().numpy().tobytes() for buffer in buffers]
 
 
-def any_rank(flag: bool, *, world_size: int) -> bool:
+def any_rank(flag: bool) -> bool:
     """Return True on every rank if the flag is set on any."""
-    if world_size == 1:
+    if _num_ranks() == 1:
         return flag
     total = torch.tensor([int(flag)], dtype=torch.int32, device=device())
     dist.all_reduce(total)
     return bool(total.item())
 
 
-def union(flags: Sequence[bool], *, world_size: int) -> list[bool]:
+def union(flags: Sequence[bool]) -> list[bool]:
     """Return the flags set on at least one rank; every rank passes equally many."""
-    if world_size == 1:
+    if _num_ranks() == 1:
         return list(flags)
     total = torch.tensor(flags, dtype=torch.int32, device=device())
     dist.all_reduce(total)

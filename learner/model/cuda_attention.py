@@ -20,7 +20,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 
-class Bounds(NamedTuple):
+class AttentionBounds(NamedTuple):
     """Bounds of the queries and the keys of each sequence.
 
     A sequence with fewer queries than keys has the queries of its last tokens. A sequence without
@@ -39,7 +39,7 @@ def has_kernel(query: Tensor) -> bool:
 
 
 def cuda_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
 ) -> Tensor:
     """Return causal attention [Q, h, v] for query [Q, h, d], key [T, g, d] and value [T, g, v].
 

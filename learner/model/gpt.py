@@ -28,15 +28,15 @@ from torch import Tensor
 
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, megatron_repairs
-from slipstream.learner.model.attention import PackedLayout, packed_layout
+from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
-from slipstream.learner.model.expert_choices import ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
-from slipstream.learner.model.routing import hand_on_choices
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
@@ -155,7 +155,15 @@ class ModelInput:
             max_seqlen = max(max_seqlen, missing)
         whole = dataclasses.replace(split, count=split.padded)
         positions = whole.mine(position_ids)
-        layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(positions), split)
+        layout = PackedLayout(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            rotation=config.rotary.at(positions),
+            split=split,
+        )
         return cls(whole.mine(token_ids), positions, layout, split)
 
     def recording(self, record: MutableMapping[int, Tensor]) -> "ModelInput":
@@ -393,10 +401,10 @@ def _recompute_config(learner: LearnerSection) -> dict[str, object]:
 
 
 def _config_class(hf: HfConfig) -> type[TransformerConfig]:
-    found: type[TransformerConfig] = TransformerConfig
-    if hf.family.is_latent:
-        found = MLATransformerConfig
-    return found
+    kind: type[TransformerConfig] = (
+        MLATransformerConfig if hf.family.is_latent else TransformerConfig
+    )
+    return kind
 
 
 def _refuse_fixed(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -16,12 +17,25 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
+from slipstream.learner.model.experts.router import PolicyRouter
 from slipstream.learner.model.latent_attention import LatentAttention
-from slipstream.learner.model.norm import TorchRMSNorm
-from slipstream.learner.model.router import PolicyRouter
 from slipstream.wire.models.hf_config import HfConfig
 
 _Output = tuple[Tensor, Tensor | None]  # output of attention or an MLP, and its bias
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism; the mark on the weight has its gradients
+    summed there.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: object
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark
 
 
 class NormedResidual(torch.nn.Module):
@@ -88,15 +102,8 @@ def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> 
             if hasattr(layer.mlp, "submodules")
             else layer.mlp.keywords["submodules"]
         )
-        mlp.router = _router_of(hf)
+        mlp.router = partial(PolicyRouter, hf)
     if "mlp_bda.norm.weight" in hf.family.layer:
         normed = ModuleSpec(module=NormedResidual, params={"config": config})
         layer.self_attn_bda = layer.mlp_bda = normed
     return spec
-
-
-def _router_of(hf: HfConfig) -> Callable[..., PolicyRouter]:
-    def build(**arguments: object) -> PolicyRouter:
-        return PolicyRouter(hf, **arguments)
-
-    return build

@@ -27,7 +27,7 @@ TIED_OUTPUT = "output_layer.weight"  # copy of the embedding, on the last of sev
 
 
 class Adapters(Protocol):
-    """Adapters of a rank's part of a model (lora.py)."""
+    """Adapters of a rank's part of a model (adapters/lora.py)."""
 
     facts: AdapterFacts
 

@@ -201,13 +201,8 @@ class RelayLink:
     ) -> None:
         """Announce where versions will be written.
 
-        Args:
-            path: path of the memory with the part's buckets.
-            layout: layout of the whole version.
-            epoch: epoch of this learner.
-            run_id: identity of the run, from the run folder's identity.json.
-            part: number of this host.
-            part_keys: public keys of parts 1, 2, ..., for a head.
+        ``path`` is of the memory with the part's buckets, ``layout`` of the whole version. A head
+        names the public keys of parts 1, 2, ...
         """
         memory = OpenMemory(
             epoch=epoch,

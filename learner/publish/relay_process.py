@@ -83,9 +83,7 @@ class RelayProcess:
     def kill_surplus(self) -> None:
         """End the relay started here if a former learner's relay serves."""
         if self._started is not None and self._started.pid != self.pid:
-            self._started.kill()
-            self._started.wait()
-            self._started = None
+            self._kill_started()
 
     @property
     def has_our_settings(self) -> bool:
@@ -102,14 +100,17 @@ class RelayProcess:
 
     def kill(self) -> None:
         """End every known relay."""
-        if self._started is not None:
-            self._started.kill()
-            self._started.wait()
-            self._started = None
+        self._kill_started()
         if self.pid and is_relay(self.pid):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
+
+    def _kill_started(self) -> None:
+        if self._started is not None:
+            self._started.kill()
+            self._started.wait()
+            self._started = None
 
 
 def is_relay(pid: int) -> bool:

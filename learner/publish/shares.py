@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from slipstream.learner.model.shards import ShardFacts
+from slipstream.learner.model.weights.shards import ShardFacts
 
 
 class Piece(NamedTuple):

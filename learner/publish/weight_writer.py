@@ -1,22 +1,24 @@
 """A rank's part of a publish: its parameters, copied to their places in the weights' memory."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
-from slipstream.learner.model.gathering import facts_of_all, received, send
-from slipstream.learner.model.hf_weights import dtype_of, geometry_of
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.shards import Shard, ShardFacts, is_finite, write_shard
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.publish.contents import Contents, WholeModel
-from slipstream.learner.publish.shares import Piece, share_out
+from slipstream.learner.model.weights.gathering import facts_of_all, received, send
+from slipstream.learner.model.weights.hf_weights import dtype_of, geometry_of
+from slipstream.learner.model.weights.shards import Shard, ShardFacts, is_finite, write_shard
+from slipstream.learner.publish.contents import Contents
+from slipstream.learner.publish.shares import Piece, Shares, share_out
 from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
-from slipstream.wire.messages.manifest import ITEM_BYTES
+from slipstream.wire.messages.manifest import ITEM_BYTES, TensorSpec
 
 
 class WeightWriter:
@@ -37,41 +39,29 @@ class WeightWriter:
     ) -> None:
         """Divide the tensors over hosts and map this host's memory; all ranks call this.
 
-        Args:
-            model: this rank's part of the model.
-            topology: parallel topology of all ranks.
-            bucket_bytes: size of a bucket, for ``plan_layout``.
-            contents: tensors that a version consists of; None is the whole model.
-            in_parts: True if every host keeps some of the tensors; else the first keeps all.
+        Every host keeps some of the tensors if ``in_parts``, else the first keeps all. Without
+        ``contents`` a version is the whole model.
         """
         self._model = model
-        self._contents = contents or WholeModel(model)
-        here = topology.ranks_here
+        self._contents = contents or Contents(model)
+        self._rank, here = topology.rank, topology.ranks_here
         hosts = topology.world_size // here if in_parts and self._contents.in_parts else 1
-        shards = {Piece(name, shard.rank): shard for name, shard in self._contents.held()}
-        held = facts_of_all([(piece.name, shard) for piece, shard in shards.items()])
-        specs = self._contents.specs()
-        item_bytes = {spec.name: ITEM_BYTES[spec.dtype] for spec in specs}
-        shares = share_out(
-            held,
-            lambda name: self._contents.parameter(name).names,
-            item_bytes=lambda name: item_bytes[self._contents.parameter(name).names[0]],
-            ranks_per_host=here,
-            hosts=hosts,
-        )
         self.num_parts = hosts
-        self.part = topology.rank // here
+        self.part = self._rank // here
         """Number of this host's part; a host from ``num_parts`` on has no part."""
+        self._shards = {Piece(name, shard.rank): shard for name, shard in self._contents.held()}
+        held = facts_of_all([(piece.name, shard) for piece, shard in self._shards.items()])
+        specs = self._contents.specs()
+        shares = self._shared_out(held, specs, here)
         self.layout = plan_layout(specs, bucket_bytes=bucket_bytes, part_of=shares.host_of)
         """Layout of the whole version."""
         self._own_layout = part_layout(self.layout, self.part)
-        self._shards = shards
-        self.writes = [piece for piece in shards if piece in shares.writes[topology.rank]]
+        self.writes = [piece for piece in self._shards if piece in shares.writes[self._rank]]
         """Pieces that this rank holds and writes."""
         self._transfers = [
             transfer
             for transfer in shares.transfers
-            if topology.rank in {transfer.sender, transfer.receiver}
+            if self._rank in {transfer.sender, transfer.receiver}
         ]
         self._facts = {
             transfer.piece: next(
@@ -80,25 +70,45 @@ class WeightWriter:
                 if Piece(facts.name, facts.rank) == transfer.piece
             )
             for transfer in self._transfers
-            if transfer.receiver == topology.rank
+            if transfer.receiver == self._rank
         }
-        self._rank = topology.rank
-        self._memory: SharedSlots | None = None
-        slot_bytes = self._own_layout.num_bytes
-        leads = topology.rank % here == 0 and self.part < hosts
-        if leads:
-            self._memory = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
-        mine = self._memory.path if self._memory is not None else ""
-        paths = gather_bytes(mine.encode())
-        self.paths = [paths[part * here].decode() for part in range(hosts)]
-        """Path of each part's memory, valid on its host."""
+        self._geometry = geometry_of(model.hf_config)
+        self._memory, self.paths = self._mapped(here)
+        """Memory of this host, and the path of each part's memory, valid on its host."""
         self.path = self.paths[self.part] if self.part < hosts else ""
         """Path of this host's memory; empty without a part."""
+
+    def _shared_out(
+        self, held: Sequence[Sequence[ShardFacts]], specs: Sequence[TensorSpec], here: int
+    ) -> Shares:
+        item_bytes = {spec.name: ITEM_BYTES[spec.dtype] for spec in specs}
+
+        def tensors_of(name: str) -> Sequence[str]:
+            return self._contents.parameter(name).names
+
+        return share_out(
+            held,
+            tensors_of,
+            item_bytes=lambda name: item_bytes[tensors_of(name)[0]],
+            ranks_per_host=here,
+            hosts=self.num_parts,
+        )
+
+    def _mapped(self, here: int) -> tuple[SharedSlots | None, list[str]]:
+        """Return this host's memory if this rank leads its host, writes or receives; all paths."""
+        memory: SharedSlots | None = None
+        slot_bytes = self._own_layout.num_bytes
+        leads = self._rank % here == 0 and self.part < self.num_parts
+        if leads:
+            memory = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
+        paths = gather_bytes(memory.path.encode() if memory is not None else b"")
+        of_parts = [paths[part * here].decode() for part in range(self.num_parts)]
         if not leads and (self.writes or self._facts):
-            self._memory = SharedSlots.open(self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
-        if self._memory is not None and device().type == "cuda":
-            self._memory.pin()
-        self._geometry = geometry_of(model.hf_config)
+            path = of_parts[self.part]
+            memory = SharedSlots.open(path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
+        if memory is not None and device().type == "cuda":
+            memory.pin()
+        return memory, of_parts
 
     def write(self, slot: int) -> str:
         """Write this rank's share into a slot; return the name of a non-finite parameter."""

@@ -6,7 +6,6 @@ All ranks meet in FOLDER, read FOLDER/tokens.json and write FOLDER/learner.RANK.
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.batches.packing import TrainTrajectory, pack
-from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
-from slipstream.learner.tools.command_ranks import topology_of
+from slipstream.learner.tools.command_ranks import main, topology_of
 from slipstream.wire.models.alignment import LOGPROBS, TOKENS, point, rows_of
-from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
     from slipstream.learner.model.attention import PackedLayout
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
 
 
-class Recorder:
+class LayerRecorder:
     """Records outputs of this rank's layers, with their tokens."""
 
     def __init__(self, model: "RankModel", topology: "Topology", num_tokens: int) -> None:
@@ -86,7 +84,7 @@ def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
     batch = pack([_trained(tokens) for tokens in sequences], device.device())
     with topology_of(settings, folder, rank) as topology:
         model = load_model(settings.learner, settings.model)
-        recorder = Recorder(model, topology, sum(map(len, sequences)))
+        recorder = LayerRecorder(model, topology, sum(map(len, sequences)))
         (logprobs,) = ReferencePolicy(model, topology).logprobs([batch])
         arrays: dict[str, Any] = dict(recorder.arrays)
         arrays[LOGPROBS] = logprobs.float().cpu().numpy()[:, None]
@@ -102,13 +100,5 @@ def _trained(tokens: Sequence[int]) -> TrainTrajectory:
     )
 
 
-def main(settings_file: Path, folder: Path, rank: int, overrides: Sequence[str]) -> None:
-    """Read the settings and record."""
-    device.prepare()
-    settings = learner_settings(load_table(settings_file, overrides))
-    device.set_threads(settings.learner.threads)
-    record(settings, folder, rank)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(record)

@@ -1,6 +1,7 @@
 """Ranks of a learner that a command starts for a question (`deploy/launch/ranks.py`)."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from slipstream.learner.config import LearnerSettings
+from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.model import device
+from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
@@ -30,3 +33,12 @@ def topology_of(settings: LearnerSettings, folder: Path, rank: int) -> Iterator[
     )
     torch.distributed.barrier()
     destroy_topology()
+
+
+def main(work: Callable[[LearnerSettings, Path, int], None]) -> None:
+    """Run one rank of a program: SETTINGS.toml FOLDER RANK [section.key=value ...]."""
+    file, folder, rank, *overrides = sys.argv[1:]
+    device.prepare()
+    settings = learner_settings(load_table(Path(file), overrides))
+    device.set_threads(settings.learner.threads)
+    work(settings, Path(folder), int(rank))

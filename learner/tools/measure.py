@@ -8,8 +8,6 @@ Started by `slipstream plan --measure`; needs no GPU and uses none.
 
 import ctypes
 import gc
-import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +18,10 @@ import psutil
 import torch
 
 from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
-from slipstream.learner.config import LearnerSection, LearnerSettings, learner_settings
+from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
-from slipstream.learner.tools.command_ranks import topology_of
+from slipstream.learner.tools.command_ranks import main, topology_of
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
-from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
@@ -59,8 +56,8 @@ def microbatch(settings: LearnerSettings, vocab_size: int) -> PackedBatch:
     return pack(sequences, device.device())
 
 
-def measure(settings: LearnerSettings, folder: Path, rank: int) -> Measured:
-    """Build this rank's model and optimizer and do one update on all ranks."""
+def measure(settings: LearnerSettings, folder: Path, rank: int) -> None:
+    """Build this rank's model and optimizer, do one update on all ranks, and write its memory."""
     learner = settings.learner
     with topology_of(settings, folder, rank) as topology:
         process = psutil.Process()
@@ -69,9 +66,10 @@ def measure(settings: LearnerSettings, folder: Path, rank: int) -> Measured:
         before = _resident(process)
         policy = _updated(hf, settings, topology)
         after = _resident(process)
-        return Measured(
+        measured = Measured(
             stage=topology.stage, tensors=policy.held_bytes(), rss_before=before, rss_after=after
         )
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(measured))
 
 
 def _resident(process: psutil.Process) -> int:
@@ -99,9 +97,9 @@ def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
 def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "Policy":
     """Return a random policy after one update that fills the pipeline."""
     from slipstream.algos.compose import PolicyOutputs
+    from slipstream.learner.model.adapters.lora import add_adapters
     from slipstream.learner.model.division import section_for
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.lora import add_adapters
     from slipstream.learner.training.policy import Policy
 
     learner = section_for(hf, settings.learner)
@@ -121,14 +119,5 @@ def _updated(hf: HfConfig, settings: LearnerSettings, topology: "Topology") -> "
     return policy
 
 
-def main(settings_file: Path, folder: Path, rank: int, overrides: Sequence[str]) -> None:
-    """Measure, and write the result."""
-    device.prepare()
-    settings = learner_settings(load_table(settings_file, overrides))
-    device.set_threads(settings.learner.threads)
-    measured = measure(settings, folder, rank)
-    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(measured))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(measure)

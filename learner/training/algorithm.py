@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.algos.choice import AlgoChoice
+from slipstream.algos.choice import AlgoChoice, TeacherOptions
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.parts import OptionsError, PartError
@@ -10,16 +10,14 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
-from slipstream.wire.settings.sections import local_model, model_folder
+from slipstream.wire.settings.sections import SamplingSection, local_model, model_folder
 from slipstream.wire.settings.value_errors import wrong_value
 
 
 def frozen_policies(algorithm: Algorithm, settings: LearnerSettings) -> list[HfConfig]:
     """Return the learner's frozen policies, a reference and a teacher, each once.
 
-    Args:
-        algorithm: the run's algorithm.
-        settings: the run's settings; with adapters the policy itself is the reference, too.
+    With adapters the policy itself is the reference, too.
 
     Raises:
         ConfigError: a policy has no usable config.json.
@@ -83,28 +81,39 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             'run.routing_replay = "R2" repeats choices in updates after the first of a step, and '
             'learner.minibatches = 1 has no other: set learner.minibatches > 1 or "R3"'
         )
-    teacher, sampling = choice.teacher, settings.sampling
-    if choice.has_teacher and not teacher.model and not teacher.endpoint:
+    if choice.has_teacher:
+        _refuse_teacher(choice.teacher, settings.sampling)
+    return Algorithm(choice, max_response_tokens=settings.sampling.max_response_tokens)
+
+
+def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
+    """Refuse a missing teacher, and one that answers about another distribution.
+
+    Raises:
+        ConfigError: naming the settings.
+    """
+    if not teacher.model and not teacher.endpoint:
         raise ConfigError(
             "algo.teacher.coefficient > 0 needs a teacher: algo.teacher.model (a Hugging Face "
             "folder, its URL or its name on the Hugging Face hub) or algo.teacher.endpoint (URL of "
             "an SGLang server)"
         )
-    if choice.has_teacher and teacher.endpoint and sampling.temperature != 1.0:
+    if not teacher.endpoint:
+        return
+    if sampling.temperature != 1.0:
         raise ConfigError(
             "algo.teacher.endpoint answers with log-probabilities at temperature 1, got "
             f"sampling.temperature = {sampling.temperature:g}: algo.teacher.model takes any"
         )
-    if choice.has_teacher and teacher.endpoint and sampling.min_response_tokens > 0:
+    if sampling.min_response_tokens > 0:
         raise ConfigError(
             "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and "
             f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
             "response: algo.teacher.model bars it, too"
         )
-    if choice.has_teacher and teacher.endpoint and sampling.records_kept:
+    if sampling.records_kept:
         raise ConfigError(
             "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and "
             f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k} and min_p = "
             f"{sampling.min_p:g} leave tokens out: algo.teacher.model leaves them out, too"
         )
-    return Algorithm(choice, max_response_tokens=sampling.max_response_tokens)

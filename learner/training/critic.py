@@ -4,7 +4,6 @@ Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -15,15 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.batches.packing import PackedBatch
-from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.topology import Topology
-from slipstream.learner.training.offload import Offload
-from slipstream.learner.training.passes import Share
-from slipstream.learner.training.trainable import LossFunction, Trainable
-
-PREFIX = "critic."
+from slipstream.learner.training.passes import RowHead, Share
+from slipstream.learner.training.trainable import Trainable
 
 
 class ValueHead(torch.nn.Module):
@@ -63,22 +57,13 @@ def with_value_head(model: RankModel) -> RankModel:
     return model
 
 
-class Critic:
-    """Predicts the return from each state. It is trained with the policy, by its own optimizer."""
+class Critic(RowHead, Trainable[Tensor]):
+    """Predicts the return from each state. It is trained with the policy, by its own optimizer.
 
-    def __init__(
-        self,
-        model: RankModel,
-        settings: LearnerSection,
-        topology: Topology,
-        *,
-        decay_steps: int = 1,
-        offload: Offload | None = None,
-    ) -> None:
-        """Wrap a model of ``with_value_head``; ``settings`` are the optimizer's."""
-        self._trained = Trainable(
-            model, settings, topology, _Values(), decay_steps=decay_steps, offload=offload
-        )
+    It wraps a model of ``with_value_head``.
+    """
+
+    prefix = "critic."
 
     @torch.no_grad()
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -86,43 +71,10 @@ class Critic:
 
         Index t is the state in which the token at t was chosen. Values are 0.0 outside the mask.
         """
-        return self._trained.forward(batches)
+        return self.forward(batches)
 
-    def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction[Tensor]
-    ) -> tuple[dict[str, float], float]:
-        """Do one optimizer update; return the summed figures of all replicas, and the norm.
-
-        Raises:
-            NonFiniteError: on every rank, if the loss or gradient is not finite on any.
-        """
-        return self._trained.update(batches, loss_function)
-
-    def end_step(self) -> None:
-        """Move the schedule on by one learner step."""
-        self._trained.end_step()
-
-    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return weights, optimizer and schedule as Megatron's sharded state."""
-        return self._trained.sharded_state(is_loading=is_loading, prefix=PREFIX)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state read for ``sharded_state``."""
-        self._trained.load_state(state, prefix=PREFIX)
-
-
-class _Values:
-    """Reads values: the state before token t is the state after token t - 1."""
-
+    @override
     def read(self, _number: int, share: Share) -> Tensor:
-        """Return the values [T] of a microbatch, shifted by one."""
+        """Return the values [T] of a microbatch: the state before token t is that after t - 1."""
         values = share.split.whole(share.hidden.squeeze(-1)).roll(1)
         return torch.where(share.batch.loss_mask, values, torch.zeros((), device=values.device))
-
-    def stacked(self, output: Tensor) -> Tensor:
-        """Return the values as rows, [1, T]."""
-        return output.unsqueeze(0)
-
-    def unstacked(self, values: Tensor) -> Tensor:
-        """Return the only row."""
-        return values[0]

@@ -104,16 +104,8 @@ class Offload:
         self._kinds = frozenset(kinds)
         self._tenants: list[Tenant] = []
 
-    def tenant(
-        self,
-        kind: Kind,
-        tensors: Callable[[], Iterable[Tensor]],
-        *,
-        keeps_content: bool = True,
-        is_constant: bool = False,
-    ) -> Tenant:
-        """Return tensors that are away while not in use, if their kind may be."""
-        tenant = Tenant(tensors, keeps_content=keeps_content, is_constant=is_constant)
+    def take(self, kind: Kind, tenant: Tenant) -> Tenant:
+        """Return tensors, which are away while not in use if their kind may be."""
         if kind in self._kinds:
             self._tenants.append(tenant)
         return tenant

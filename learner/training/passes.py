@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from typing_extensions import override
 
 from slipstream.learner.batches.packing import PackedBatch, empty_microbatch
 from slipstream.learner.model.collectives import broadcast_frames
@@ -51,7 +52,19 @@ class Head(Protocol[Output]):
         ...
 
 
-class Passes(Generic[Output]):
+class RowHead(Head[Tensor]):
+    """Reads one number per token: an output is a single row."""
+
+    @override
+    def stacked(self, output: Tensor) -> Tensor:
+        return output.unsqueeze(0)
+
+    @override
+    def unstacked(self, values: Tensor) -> Tensor:
+        return values[0]
+
+
+class ModelPasses(Generic[Output]):
     """Runs microbatches through the chunks of one model on this rank."""
 
     def __init__(

@@ -104,11 +104,7 @@ class _Timer:
 
 
 def bubble_share(taken: list[tuple[float, float]]) -> float | None:
-    """Return the bubble's share over all ranks, which call this; None without an update.
-
-    Args:
-        taken: ``PipelineClock.take`` of this rank; every rank has equally many updates.
-    """
+    """Return the bubble's share of what each rank took, with all ranks; None without an update."""
     if not taken:
         return None
     spans = torch.tensor([span for _, span in taken], dtype=torch.float64, device=device())

@@ -27,9 +27,8 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.offload import Offload, Tenant
-from slipstream.learner.training.passes import Passes, Share
+from slipstream.learner.training.passes import ModelPasses, RowHead, Share
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
-from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.trainable import LossFunction, Trainable
 from slipstream.wire.settings.sections import RoutingReplay
 
@@ -44,7 +43,7 @@ class Teacher(Protocol):
         ...
 
 
-class ReferencePolicy:
+class ReferencePolicy(RowHead):
     """A frozen model; its log-probabilities are of the same tempered distributions."""
 
     is_base = False  # True for the policy without its adapters: no separate model
@@ -54,9 +53,8 @@ class ReferencePolicy:
     ) -> None:
         """Freeze a model; ``offload`` is shared by all models of this rank."""
         offload = offload or Offload()
-        weights = offload.tenant(
-            "weights", model.requires_grad_(False).parameters, is_constant=True
-        )
+        frozen = Tenant(model.requires_grad_(False).parameters, is_constant=True)
+        weights = offload.take("weights", frozen)
         self._take(model, topology, offload, weights)
         self._offload.use()
 
@@ -65,7 +63,7 @@ class ReferencePolicy:
     ) -> None:
         self._model = model
         self._topology = topology
-        self._passes = Passes(model.chunks, self, topology)
+        self._passes = ModelPasses(model.chunks, self, topology)
         self._offload = offload
         self.weights = weights
 
@@ -80,18 +78,11 @@ class ReferencePolicy:
         with self._frozen():
             return self._passes.forward(batches)
 
+    @override
     def read(self, _number: int, share: Share) -> Tensor:
         """Return the log-probabilities [T] of a microbatch."""
         layer = output_layer(self._model, self._topology, share.batch)
         return token_logprobs(share, layer).logprobs
-
-    def stacked(self, output: Tensor) -> Tensor:
-        """Return the log-probabilities as rows, [1, T]."""
-        return output.unsqueeze(0)
-
-    def unstacked(self, values: Tensor) -> Tensor:
-        """Return the only row."""
-        return values[0]
 
     @torch.no_grad()
     def states(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -148,7 +139,7 @@ class BasePolicy(ReferencePolicy):
         return adapters.off() if adapters is not None else nullcontext()
 
 
-class Policy:
+class Policy(Trainable[PolicyOutputs]):
     """The policy under training, with its other models: reference policy, teacher, critic."""
 
     def __init__(
@@ -174,87 +165,60 @@ class Policy:
         without its adapters replaces a ``reference``. ``renews_reference`` is set if
         ``renew_reference`` will be called, ``needs_full_kl`` if a loss needs the KL from the
         reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
-        ``offload`` is shared by all models of this rank; ``replay`` is that of ``Passes``, for this
-        model only.
+        ``offload`` is shared by all models of this rank; ``replay`` is that of ``ModelPasses``,
+        for this model only.
         """
-        self.model = model
+        super().__init__(
+            model, settings, topology, decay_steps=decay_steps, offload=offload, replay=replay
+        )
+        if base_is_reference:
+            reference = BasePolicy(model, topology, offload=self._offload, weights=self.weights)
         self.reference = reference
         self.renews_reference = renews_reference
         self.teacher = teacher
         self.critic = critic
-        self._topology = topology
         self._needs_full_kl = needs_full_kl
         self._needs_squares = needs_squares
         self._reference_states: list[Tensor] = []  # states for one update, by microbatch
-        self._offload = offload or Offload()
-        self._trained = Trainable(
-            model,
-            settings,
-            topology,
-            self,
-            decay_steps=decay_steps,
-            offload=self._offload,
-            replay=replay,
-        )
-        if base_is_reference:
-            self.reference = BasePolicy(
-                model, topology, offload=self._offload, weights=self._trained.weights
-            )
         self._pipeline_clock = PipelineClock() if topology.sizes.pipeline > 1 else None
 
-    @property
-    def replicas(self) -> Replicas:
-        """Data-parallel replicas, for sums over all of them."""
-        return self._trained.replicas
-
-    @property
-    def divides_optimizer(self) -> bool:
-        """True if the optimizer's state is divided over the replicas."""
-        return self._trained.divides_optimizer
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next optimizer update."""
-        return self._trained.lr
-
-    def held_bytes(self) -> dict[str, int]:
-        """Return the sizes of this rank's tensors: weights, gradients, optimizer."""
-        return self._trained.held_bytes()
-
+    @override
     def end_step(self, *, trained_policy: bool = True) -> None:
         """Move the schedules on by one learner step, however many updates it held.
 
         The policy's schedule waits if the step trained only the critic.
         """
         if trained_policy:
-            self._trained.end_step()
+            super().end_step()
         if self.critic is not None:
             self.critic.end_step()
 
     def renew_reference(self) -> None:
         """Make the reference policy equal to the policy."""
         if self.reference is not None:
-            self.reference.renew(self.model, self._trained.weights)
+            self.reference.renew(self.model, self.weights)
 
     def bring_weights(self) -> None:
         """Bring the weights of ``model`` to the device, for others to read."""
-        self._offload.use(self._trained.weights)
+        self._offload.use(self.weights)
 
+    @override
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
         """Return weights, optimizers and schedules as Megatron's sharded state.
 
         ``has_reference`` is True if the checkpoint has a renewed reference policy.
         """
-        state = self._trained.sharded_state(is_loading=is_loading)
+        state = super().sharded_state(is_loading=is_loading)
         if self.critic is not None:
             state["critic"] = self.critic.sharded_state(is_loading=is_loading)
         if self.reference is not None and self.renews_reference and has_reference:
             state["reference"] = self.reference.sharded_state()
         return self._offload.put_away(state)
 
+    @override
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
-        self._trained.load_state(state)
+        super().load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         if self.reference is not None and "reference" in state:
@@ -267,28 +231,27 @@ class Policy:
         Index t belongs to the token at t. Figures are 0.0 outside the loss mask, where the policy
         chose nothing.
         """
-        return self._trained.forward(batches)
+        return self.forward(batches)
 
+    @override
     def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction[PolicyOutputs]
+        self,
+        batches: Sequence[PackedBatch],
+        loss_function: LossFunction[PolicyOutputs],
+        *,
+        beside: Sequence[Tenant] = (),
     ) -> tuple[dict[str, float], float]:
-        """Do one optimizer update; return the summed figures of all replicas, and the norm.
-
-        Raises:
-            NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
-                optimizer are unchanged.
-        """
+        """Do one optimizer update; for a full KL the reference policy is there too."""
         # Coupled ranks run the reference's passes together, not inside a loss: a microbatch without
         # tokens has no loss, and a pipeline has other microbatches on the way.
-        beside: list[Tenant] = []
         if self._needs_full_kl and self.reference is not None:
-            beside.append(self.reference.weights)
-            if self._is_coupled or self.reference.is_base:
+            beside = [*beside, self.reference.weights]
+            if self._topology.sizes.couples_replicas or self.reference.is_base:
                 self._reference_states = self.reference.states(batches)
         clock = self._pipeline_clock
         try:
             with clock.timing(self.model.config) if clock is not None else nullcontext():
-                return self._trained.update(batches, loss_function, beside=beside)
+                return super().update(batches, loss_function, beside=beside)
         finally:
             self._reference_states = []
 
@@ -307,13 +270,10 @@ class Policy:
             return list(values)
         lengths = [len(batch.token_ids) for batch in like]
         stacked = torch.cat(list(values)).unsqueeze(0) if values else None
-        whole = self._trained.passes.on_all_stages(stacked, sum(lengths))
+        whole = self.passes.on_all_stages(stacked, sum(lengths))
         return list(torch.split(whole[0].float(), lengths))
 
-    @property
-    def _is_coupled(self) -> bool:
-        return self._topology.sizes.couples_replicas
-
+    @override
     def read(self, number: int, share: Share) -> PolicyOutputs:
         """Return the figures of a microbatch, [T]; with the KL from the reference if it trains."""
         reference = None
@@ -326,11 +286,13 @@ class Policy:
             return outputs._replace(squares=token_squares(share, layer))
         return outputs
 
+    @override
     def stacked(self, output: PolicyOutputs) -> Tensor:
         """Return the figures known without gradient as rows, [2 or 3, T]."""
         rows = [output.logprobs, output.entropy]
         return torch.stack(rows if output.squares is None else [*rows, output.squares])
 
+    @override
     def unstacked(self, values: Tensor) -> PolicyOutputs:
         """Return the figures in these rows."""
         logprobs, entropy, *squares = values

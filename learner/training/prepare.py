@@ -5,7 +5,7 @@ All use the weights that the step starts from. Sums go over all microbatches and
 Shapes: T tokens of B sequences of one microbatch, N trajectories of the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,9 +41,9 @@ class PreparedMinibatch:
     is_at_start: bool
     """True if its training pass computes the proximal logprobs: no update comes before it."""
 
-    def with_tokens(self, outputs: Sequence[T]) -> Sequence[T]:
-        """Return the outputs for ``microbatches`` among those for ``batches``."""
-        return outputs[: len(self.microbatches)]
+    def matched(self, outputs: Sequence[T]) -> Iterator[tuple[Microbatch, T]]:
+        """Yield each of ``microbatches`` with its output, of those for ``batches``."""
+        return zip(self.microbatches, outputs[: len(self.microbatches)], strict=True)
 
     @property
     def is_empty(self) -> bool:
@@ -79,30 +79,7 @@ def prepare(
         ConfigError: the advantage cannot be computed from such rewards.
     """
     trains_policy = algorithm.trains_policy(data.step)
-    needs_all = algorithm.needs_proximal or not trains_policy
-    everyone_once = bool((shaped.copies == 1).all())
-    copies = None if everyone_once else shaped.copies
-    minibatches = []
-    for number, (of_minibatch, plan) in enumerate(zip(batches, plans, strict=True)):
-        for batch in of_minibatch:
-            batch.chosen_before.clear()
-        lengths, times = data.outcomes.lengths[plan.members], shaped.copies[plan.members]
-        denominators = algorithm.denominators(
-            float((lengths * times).sum()), float(((lengths > 0) * times).sum())
-        )
-        mine = plan.microbatches[policy.replicas.rank]
-        minibatches.append(
-            PreparedMinibatch(
-                microbatches=[
-                    Microbatch.of(batch, indices, copies, data.step, denominators)
-                    for batch, indices in zip(of_minibatch, mine, strict=True)
-                    if indices
-                ],
-                batches=of_minibatch,
-                denominators=denominators,
-                is_at_start=not needs_all and number == 0,
-            )
-        )
+    minibatches = _begun(policy, batches, plans, data, shaped, algorithm)
     for minibatch in minibatches:
         _run_forward_passes(policy, minibatch, algorithm)
     everything = [microbatch for part in minibatches for microbatch in part.microbatches]
@@ -126,31 +103,59 @@ def prepare(
     return minibatches
 
 
+def _begun(
+    policy: "Policy",
+    batches: Sequence[Sequence[PackedBatch]],
+    plans: Sequence[MinibatchPlan],
+    data: StepData,
+    shaped: Prepared,
+    algorithm: Algorithm,
+) -> list[PreparedMinibatch]:
+    """Return the minibatches with what their trajectories' headers tell."""
+    needs_all = algorithm.needs_proximal or not algorithm.trains_policy(data.step)
+    everyone_once = bool((shaped.copies == 1).all())
+    copies = None if everyone_once else shaped.copies
+    minibatches = []
+    for number, (of_minibatch, plan) in enumerate(zip(batches, plans, strict=True)):
+        for batch in of_minibatch:
+            batch.chosen_before.clear()
+        lengths, times = data.outcomes.lengths[plan.members], shaped.copies[plan.members]
+        denominators = algorithm.denominators(
+            float((lengths * times).sum()), float(((lengths > 0) * times).sum())
+        )
+        mine = plan.microbatches[policy.replicas.rank]
+        minibatches.append(
+            PreparedMinibatch(
+                microbatches=[
+                    Microbatch.of(batch, indices, copies, data.step, denominators)
+                    for batch, indices in zip(of_minibatch, mine, strict=True)
+                    if indices
+                ],
+                batches=of_minibatch,
+                denominators=denominators,
+                is_at_start=not needs_all and number == 0,
+            )
+        )
+    return minibatches
+
+
 def _run_forward_passes(
     policy: "Policy", minibatch: PreparedMinibatch, algorithm: Algorithm
 ) -> None:
     """Run every model whose outputs a minibatch needs."""
-    share, batches = minibatch.microbatches, minibatch.batches
+    batches, matched = minibatch.batches, minibatch.matched
     if not minibatch.is_at_start:
-        for microbatch, outputs in zip(
-            share, minibatch.with_tokens(policy.proximal(batches)), strict=True
-        ):
+        for microbatch, outputs in matched(policy.proximal(batches)):
             microbatch.proximal, microbatch.entropy = outputs.logprobs, outputs.entropy
             microbatch.squares = outputs.squares
     if policy.reference is not None and algorithm.needs_reference_logprobs:
-        for microbatch, logprobs in zip(
-            share, minibatch.with_tokens(policy.reference.logprobs(batches)), strict=True
-        ):
+        for microbatch, logprobs in matched(policy.reference.logprobs(batches)):
             microbatch.reference = logprobs
     if policy.teacher is not None:
-        for microbatch, logprobs in zip(
-            share, minibatch.with_tokens(policy.teacher.logprobs(batches)), strict=True
-        ):
+        for microbatch, logprobs in matched(policy.teacher.logprobs(batches)):
             microbatch.teacher = logprobs
     if policy.critic is not None:
-        for microbatch, values in zip(
-            share, minibatch.with_tokens(policy.critic.values(batches)), strict=True
-        ):
+        for microbatch, values in matched(policy.critic.values(batches)):
             microbatch.values = values
 
 

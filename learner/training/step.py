@@ -4,7 +4,7 @@ forward passes and advantages -> minibatches of packed microbatches -> optimizer
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from slipstream.learner.training.step_data import StepData
 from slipstream.wire.process.phases import PhaseClock
 
 if TYPE_CHECKING:
-    from slipstream.learner.training.critic import Critic
     from slipstream.learner.training.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -72,49 +71,73 @@ def train_step(
         trained = [
             TrainedMinibatch(i, minibatch.proximal) for i, minibatch in enumerate(minibatches)
         ]
-    if policy.critic is not None:
+    if (critic := policy.critic) is not None:
         with clock.phase("critic"):
-            figures |= _train_critic(
-                policy.critic, minibatches, algorithm, is_alone=not trains_policy
+            figures |= _updated(
+                "critic",
+                minibatches,
+                lambda _, given: critic.update(given.batches, _CriticLoss(given, algorithm)),
+                critic_figures,
+                is_alone=not trains_policy,
             )
     return figures, trained
+
+
+def _updated(
+    name: str,
+    minibatches: Sequence[PreparedMinibatch],
+    update: Callable[[int, PreparedMinibatch], tuple[dict[str, float], float]],
+    figures_of_sums: Callable[[dict[str, float]], dict[str, float]],
+    *,
+    is_alone: bool,
+) -> dict[str, float]:
+    """Update a model with each minibatch; if it is trained alone, one of them must succeed.
+
+    ``update`` returns sums and the norm of the gradient.
+    """
+    sums_of: list[dict[str, float]] = []
+    norms: list[float] = []
+    failures: list[NonFiniteError] = []
+    for number, minibatch in enumerate(minibatches):
+        if minibatch.is_empty:
+            continue
+        try:
+            sums, norm = update(number, minibatch)
+        except NonFiniteError as error:
+            _log.warning(
+                "the %s skips minibatch %d of %d: %s", name, number, len(minibatches), error
+            )
+            failures.append(error)
+            continue
+        norms.append(norm)
+        sums_of.append(sums)
+    if is_alone and failures and not norms:
+        raise failures[0]
+    figures = {f"{name}/skipped_minibatches": float(len(failures))}
+    if norms:
+        totals = added(sums_of)
+        figures[f"{name}/loss"] = totals.pop("loss") / len(norms)
+        figures[f"{name}/grad_norm"] = sum(norms) / len(norms)
+        figures |= figures_of_sums(totals)
+    return figures
 
 
 def _train_policy(
     policy: "Policy", minibatches: Sequence[PreparedMinibatch], algorithm: Algorithm, num_lags: int
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
-    sums_of: list[dict[str, float]] = []
-    norms: list[float] = []
     trained: list[TrainedMinibatch] = []
-    failures: list[NonFiniteError] = []
-    for number, minibatch in enumerate(minibatches):
-        if minibatch.is_empty:
-            continue
+
+    def update(number: int, minibatch: PreparedMinibatch) -> tuple[dict[str, float], float]:
         loss = _PolicyLoss(minibatch, algorithm, num_lags)
-        try:
-            sums, norm = policy.update(minibatch.batches, loss)
-        except NonFiniteError as error:
-            _log.warning("minibatch %d of %d is skipped: %s", number, len(minibatches), error)
-            failures.append(error)
-            continue
+        updated = policy.update(minibatch.batches, loss)
         proximal = minibatch.proximal
         if minibatch.is_at_start:
             trained_batches = [microbatch.batch for microbatch in minibatch.microbatches]
             proximal = policy.on_all_stages(loss.logprobs, trained_batches)
         trained.append(TrainedMinibatch(number, proximal))
-        norms.append(norm)
-        sums_of.append(sums)
-    skipped = {"policy/skipped_minibatches": float(len(failures))}
-    if not trained:
-        if failures:
-            raise failures[0]
-        return skipped, []
-    totals = added(sums_of)
-    loss_sum = totals.pop("loss")
-    figures = figures_of(totals)
-    figures["policy/loss"] = loss_sum / len(norms)
-    figures["policy/grad_norm"] = sum(norms) / len(norms)
-    return figures | skipped, trained
+        return updated
+
+    return _updated("policy", minibatches, update, figures_of, is_alone=True), trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,40 +155,6 @@ class _PolicyLoss:
         self.logprobs.append(outputs.logprobs.detach())
         given = self.minibatch.microbatches[number]
         return self.algorithm.loss(given, outputs, num_lags=self.num_lags)
-
-
-def _train_critic(
-    critic: "Critic",
-    minibatches: Sequence[PreparedMinibatch],
-    algorithm: Algorithm,
-    *,
-    is_alone: bool,
-) -> dict[str, float]:
-    """Train the critic; if only the critic is trained, a step without any update is an error."""
-    sums_of: list[dict[str, float]] = []
-    norms: list[float] = []
-    failures: list[NonFiniteError] = []
-    for minibatch in minibatches:
-        if minibatch.is_empty:
-            continue
-        try:
-            sums, norm = critic.update(minibatch.batches, _CriticLoss(minibatch, algorithm))
-        except NonFiniteError as error:
-            _log.warning("the critic skips a minibatch: %s", error)
-            failures.append(error)
-            continue
-        norms.append(norm)
-        sums_of.append(sums)
-    if is_alone and failures and not norms:
-        raise failures[0]
-    figures = {"critic/skipped_minibatches": float(len(failures))}
-    if norms:
-        totals = added(sums_of)
-        loss_sum = totals.pop("loss")
-        figures |= critic_figures(totals)
-        figures["critic/loss"] = loss_sum / len(norms)
-        figures["critic/grad_norm"] = sum(norms) / len(norms)
-    return figures
 
 
 @dataclass(frozen=True, slots=True)

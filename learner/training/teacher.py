@@ -25,8 +25,8 @@ from torch import Tensor
 
 from slipstream.algos.choice import TeacherOptions
 from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.config import refuse_no_address
 from slipstream.learner.model.collectives import any_rank
-from slipstream.learner.teacher_address import refuse_no_address
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
 from slipstream.wire.files.keys import read_private
 from slipstream.wire.process.safe_text import visible
@@ -86,7 +86,6 @@ class EndpointTeacher:
             self._headers["Authorization"] = f"Bearer {key}"
             self._key = key.encode()
         self._topology = topology
-        self._world_size = topology.world_size
         self._asks = topology.leads_replica
         self._thread = ThreadPoolExecutor(1, "teacher")
         if self._asks:
@@ -107,11 +106,11 @@ class EndpointTeacher:
         """
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
         asked = self._thread.submit(self._fill, batches, result) if self._asks else None
-        while any_rank(asked is not None and not asked.done(), world_size=self._world_size):
+        while any_rank(asked is not None and not asked.done()):
             if asked is not None:  # the other ranks wait in the line above
                 wait([asked], _ROUND_S)
         failure = None if asked is None else asked.exception()
-        if any_rank(failure is not None, world_size=self._world_size):
+        if any_rank(failure is not None):
             raise failure or EngineError("another rank of the learner was not answered")
         if self._topology.sizes.per_replica > 1:
             for values in result:

@@ -5,7 +5,7 @@ Shapes: T tokens of B sequences laid end to end, H hidden size.
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.offload import Offload, Tenant, storage_id
 from slipstream.learner.training.optimizer import (
+    MegatronOptimizer,
     begin_steps,
     gradient_norm,
+    make_scheduler,
     narrow_moments,
     optimizer_tensors,
     put_steps_in_place,
@@ -34,9 +36,8 @@ from slipstream.learner.training.optimizer import (
     use_fused_kernels,
     without_hybrid_settings,
 )
-from slipstream.learner.training.passes import Head, Passes
+from slipstream.learner.training.passes import Head, ModelPasses
 from slipstream.learner.training.replicas import Replicas
-from slipstream.learner.training.schedule import make_scheduler
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RoutingReplay
 
@@ -51,91 +52,49 @@ LossFunction = Callable[[int, PackedBatch, Output], tuple[Tensor, Sums]]
 """(microbatch number, batch, outputs of the model) -> (loss [], sums to log)."""
 
 
-class Trainable(Generic[Output]):
-    """A Megatron model with its optimizer. The loss is normalized globally by the caller."""
+class Trainable(Head[Output]):
+    """A Megatron model with its optimizer. The loss is normalized globally by the caller.
+
+    A subclass turns hidden states into inputs of a loss.
+    """
+
+    prefix: ClassVar[str] = ""  # starts the names of its tensors in a checkpoint
 
     def __init__(
         self,
         model: RankModel,
         settings: LearnerSection,
         topology: Topology,
-        head: Head[Output],
         *,
-        decay_steps: int,
+        decay_steps: int = 1,
         offload: Offload | None = None,
         replay: RoutingReplay = "off",
     ) -> None:
         """Wrap a model; the learning rate's decay ends at ``decay_steps``.
 
-        ``head`` turns hidden states into inputs of a loss. ``offload`` is shared by all models of
-        this rank; ``replay`` is that of ``Passes``.
+        ``offload`` is shared by all models of this rank; ``replay`` is that of ``ModelPasses``.
 
         Raises:
             ConfigError: weights are float32, and a share of the optimizer should be on the host.
         """
-        share_on_host = settings.optimizer_offload_fraction
-        if share_on_host and not model.config.bf16:
+        if settings.optimizer_offload_fraction and not model.config.bf16:
             raise ConfigError(
-                f"learner.optimizer_offload_fraction = {share_on_host:g} needs weights in "
-                'bfloat16: learner.dtype = "auto" is float32 on a CPU'
+                f"learner.optimizer_offload_fraction = {settings.optimizer_offload_fraction:g} "
+                'needs weights in bfloat16: learner.dtype = "auto" is float32 on a CPU'
             )
         self.model = model
         self.replicas = Replicas(topology)
         self.divides_optimizer = settings.distributed_optimizer
         self._topology = topology
-        config = model.config
-        config.finalize_model_grads_func = _finalize
-        self._chunks = [
-            DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=settings.distributed_optimizer,
-                    overlap_grad_reduce=settings.overlap_grad_reduce,
-                ),
-                Float16Module(config, chunk) if config.bf16 else chunk,
-                disable_bucketing=number > 0,
-            )
-            for number, chunk in enumerate(model.chunks)
-        ]
-        for chunk in self._chunks:
-            chunk.broadcast_params()
-        if settings.overlap_grad_reduce:
-            _overlap(config, self._chunks)
-        self.passes = Passes(self._chunks, head, topology, replay=replay)
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.lr_min,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.adam_beta1,
-                adam_beta2=settings.adam_beta2,
-                adam_eps=settings.adam_epsilon,
-                clip_grad=settings.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=settings.distributed_optimizer,
-                optimizer_cpu_offload=share_on_host > 0,
-                optimizer_offload_fraction=share_on_host,
-                overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,
-                use_precision_aware_optimizer=share_on_host > 0,
-            ),
-            self._chunks,
-        )
-        if share_on_host:
-            gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
-        if settings.moments_dtype == "bfloat16":
-            narrow_moments(self._optimizer)
-        if device.device().type == "cuda":
-            use_fused_kernels(self._optimizer)
+        self._chunks = _wrapped_chunks(model, settings)
+        self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
+        self._optimizer = _optimizer_of(self._chunks, settings, model.config)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
-        self.weights = self._offload.tenant("weights", model.parameters)
-        self._gradients = self._offload.tenant(
-            "gradients", self._gradient_buffers, keeps_content=False
-        )
-        self._state = self._offload.tenant("optimizer", self._optimizer_state)
+        take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
+        self.weights = take("weights", Tenant(model.parameters))
+        self._gradients = take("gradients", gradients)
+        self._state = take("optimizer", Tenant(self._optimizer_state))
         self._offload.use()
 
     @property
@@ -172,10 +131,10 @@ class Trainable(Generic[Output]):
         """Move the schedule on by one learner step, however many updates it held."""
         self._scheduler.step(1)
 
-    def sharded_state(self, *, is_loading: bool, prefix: str = "") -> dict[str, Any]:
+    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return weights, optimizer and schedule as Megatron's sharded state."""
         self._offload.use(self.weights, self._state)
-        model = self.model.sharded_state_dict(prefix=prefix)
+        model = self.model.sharded_state_dict(prefix=self.prefix)
         if is_loading:
             begin_steps(self._optimizer)
         optimizer = self._optimizer.sharded_state_dict(
@@ -184,10 +143,10 @@ class Trainable(Generic[Output]):
         without_hybrid_settings(optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
-    def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
         self._offload.use(self.weights, self._state)
-        self.model.load_state_dict(state["model"], prefix)
+        self.model.load_state_dict(state["model"], self.prefix)
         groups = self._optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         self._optimizer.load_state_dict(state["optimizer"])
@@ -254,6 +213,63 @@ class Trainable(Generic[Output]):
             values = self.passes.on_all_stages(torch.stack(own) if own else None, 1)
             totals = dict(zip(names, values.squeeze(-1), strict=True))
         return self.replicas.combined(totals)
+
+
+def _wrapped_chunks(model: RankModel, settings: LearnerSection) -> list[DistributedDataParallel]:
+    """Return a model's chunks with buffers for their gradients, equal on all replicas."""
+    config = model.config
+    config.finalize_model_grads_func = _finalize
+    chunks = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=settings.distributed_optimizer,
+                overlap_grad_reduce=settings.overlap_grad_reduce,
+            ),
+            Float16Module(config, chunk) if config.bf16 else chunk,
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(model.chunks)
+    ]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    if settings.overlap_grad_reduce:
+        _overlap(config, chunks)
+    return chunks
+
+
+def _optimizer_of(
+    chunks: list[DistributedDataParallel], settings: LearnerSection, config: TransformerConfig
+) -> MegatronOptimizer:
+    share_on_host = settings.optimizer_offload_fraction
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.lr_min,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_epsilon,
+            clip_grad=settings.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=settings.distributed_optimizer,
+            optimizer_cpu_offload=share_on_host > 0,
+            optimizer_offload_fraction=share_on_host,
+            overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,
+            use_precision_aware_optimizer=share_on_host > 0,
+        ),
+        chunks,
+    )
+    if share_on_host:
+        gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
+    if settings.moments_dtype == "bfloat16":
+        narrow_moments(optimizer)
+    if device.device().type == "cuda":
+        use_fused_kernels(optimizer)
+    return optimizer
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

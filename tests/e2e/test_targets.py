@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.weightbus.version.engine_checksums import Holder
+from slipstream.weightbus.version.engine_checksums import EngineLayout
 from tests.support.families import write_family
 from tests.support.served import assert_trained_and_served
 from tests.support.tiny_run import TinyRun, assert_complete, rows_of
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
 
 
 def test_a_learner_of_tensor_pipeline_and_expert_ranks_publishes_what_it_learned(run: TinyRun):
-    summary = assert_trained_and_served(run, Holder())
+    summary = assert_trained_and_served(run, EngineLayout())
     assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
     assert summary["busy"]["learner"] > 0
 

@@ -8,7 +8,11 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.broker.report.summary import PUBLISHES
-from slipstream.weightbus.version.engine_checksums import Holder, digest_of, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    digest_of,
+    expected_checksums,
+)
 from tests.support.random_llama import make_qwen3, make_qwen3_moe
 from tests.support.served import SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
@@ -155,7 +159,7 @@ def test_a_learner_of_any_layout_publishes_what_it_learned(
     )
     # Replayed experts of older versions' tokens are not those that newer tokens attend to.
     most_versions = 1 if "run__routing_replay" in others else BOUND + 1
-    summary = assert_trained_and_served(run, Holder(), most_versions=most_versions)
+    summary = assert_trained_and_served(run, EngineLayout(), most_versions=most_versions)
     assert summary["steps"] == 3
     assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
     assert summary["busy"]["learner"] > 0
@@ -181,7 +185,7 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
         sampling__temperature=0.6,
         weightbus__transport=transport,
     )
-    summary = assert_trained_and_served(run, Holder("cpu", 2, groups))
+    summary = assert_trained_and_served(run, EngineLayout("cpu", 2, groups))
     publishes = summary[PUBLISHES]
     assert summary["steps"] == 3
     assert len(publishes) > 1

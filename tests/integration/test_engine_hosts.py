@@ -25,7 +25,11 @@ from slipstream.generators.sglang.running import running_engine, watch_all
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
-from slipstream.weightbus.version.engine_checksums import Holder, check_same, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    check_same,
+    expected_checksums,
+)
 from slipstream.wire.errors import EngineError, PeerLostError
 from slipstream.wire.files.keys import write_client_key
 from slipstream.wire.messages.versions import PolicyVersion
@@ -173,7 +177,7 @@ async def relay_of(hosts: Hosts) -> AsyncIterator[Relay]:
 async def holds(engine: SglangEngine, hosts: Hosts, step: int) -> None:
     """Check every tensor on both ranks."""
     version = {name: tensor + step for name, tensor in hosts.tensors.items()}
-    check_same(expected_checksums(version, Holder(num_ranks=2)), await engine.checksums())
+    check_same(expected_checksums(version, EngineLayout(num_ranks=2)), await engine.checksums())
 
 
 async def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_ends_the_engine(

@@ -21,7 +21,7 @@ from slipstream.weightbus.net.curve import connect
 from slipstream.wire.errors import NameTakenError, PeerLostError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.followers import FetchToo
-from slipstream.wire.messages.weightbus import Receive, RelayAddress
+from slipstream.wire.messages.weightbus import ReceiveVersion, RelayAddress
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.bus.remote import client_key, free_ports, running
 from tests.support.waiting import NEVER_S, until_async
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 FACTS = {"generators.dtype": "float32"}
 KEY = client_key("gpu-7")
 DTYPE = MANIFEST.tensors[0].dtype
-RECEIVE = Receive(command_id=9, manifest=MANIFEST)
+RECEIVE = ReceiveVersion(command_id=9, manifest=MANIFEST)
 RELAY = RelayAddress(  # that is not there
     endpoint="tcp://127.0.0.1:1", bulk_endpoint="tcp://127.0.0.1:1", key=client_key("relay").public
 )

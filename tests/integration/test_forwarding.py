@@ -25,7 +25,7 @@ from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.followers import FetchedThere, FetchToo
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor, Receive, RelayAddress
+from slipstream.wire.messages.weightbus import BulkDoor, ReceiveVersion, RelayAddress
 from slipstream.wire.models.model_files import WEIGHTS
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.bus.engine import digest_of
@@ -152,7 +152,9 @@ class OtherHost:
         bus, tensors = WeightBusSection(timeout_s=NEVER_S), TensorSet(shapes, "float32")
         await HostFetcher(bus, 1, self._link, self.staging, tensors, key).run()
 
-    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+    async def fetch_too(
+        self, receive: ReceiveVersion, relay: RelayAddress, *, may_be_read: bool
+    ) -> int:
         number = receive.command_id
         order = FetchToo(command_id=number, receive=receive, relay=relay, may_be_read=may_be_read)
         self._link.fetches.put_nowait(order)

@@ -244,7 +244,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_and_the_others_are_trained(le
     (commit,) = broker.of(StepCommit)
     assert commit.metrics["policy/skipped_minibatches"] == 1.0
     assert commit.metrics["policy/grad_norm"] > 1e-3
-    assert "minibatch 0 of 3 is skipped: the loss is nan" in output
+    assert "the policy skips minibatch 0 of 3: the loss is nan" in output
     lines = (learning.run / "rollouts" / "trained.jsonl").read_text().splitlines()
     assert {json.loads(line)["group_id"] for line in lines} == set(group_ids(zero[1:]))
     expected = learning.weights_of([zero[1:]], "learner.minibatches=2")

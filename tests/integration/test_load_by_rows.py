@@ -9,8 +9,8 @@ import torch
 
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.version.layout import bucket_offsets
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -21,7 +21,7 @@ RANKS = 4
 def received(folder: Path) -> Staging:
     """Return memory with a version of four tensors of 8 MiB."""
     tensors = {f"layer-{number}": torch.full((2048, 1024), float(number)) for number in range(4)}
-    version = WeightSnapshot.of(PolicyVersion(1, 1), tensors, bucket_bytes=8 * MIB)
+    version = CopiedSnapshot.of(PolicyVersion(1, 1), tensors, bucket_bytes=8 * MIB)
     manifest, data = version.manifest(), version.memory.numpy().tobytes()
     starts = bucket_offsets(manifest)
 

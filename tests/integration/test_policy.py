@@ -65,6 +65,8 @@ def test_optimizer_settings_act(tmp_path: Path):
         assert name in norms or error < 1e-6, f"{name} did not shrink by lr x weight_decay"
     assert report["norms"][0] == pytest.approx(report["norms"][1])
     assert report["clipped_share"] == pytest.approx(0.25, rel=0.02)
+    *momentum, without_momentum = report["momentum_errors"]
+    assert max(momentum) < 1e-2 < 0.1 < without_momentum
     expected = {
         "constant": [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0],
         "linear": [1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],

@@ -12,8 +12,8 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
+from slipstream.weightbus.relay.publish_state import LIVE, STAGED, Phase, PublishState
 from slipstream.weightbus.version.slots import Slots
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -59,10 +59,12 @@ class Publish:
     serving: Serving
     slot: int
     engines: dict[str, Engine]
-    course: Course[str] = field(init=False)
+    course: PublishState[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.course = Course(list(self.engines), STAGED if self.serving.group is None else LIVE)
+        self.course = PublishState(
+            list(self.engines), STAGED if self.serving.group is None else LIVE
+        )
 
 
 class Bus(RuleBasedStateMachine):

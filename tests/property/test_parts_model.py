@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from slipstream.weightbus.version.parts import Holds, PartBook
+from slipstream.weightbus.version.part_book import Holds, PartBook
 from slipstream.weightbus.version.slots import NUM_SLOTS, Slots
 from slipstream.wire.messages.versions import PolicyVersion
 

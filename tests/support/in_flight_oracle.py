@@ -41,8 +41,8 @@ class LearnersModels:
         from torch.distributed import HashStore  # type: ignore[attr-defined]
 
         from slipstream.learner.model.gpt import build_model
-        from slipstream.learner.model.hf_weights import load_hf_weights
         from slipstream.learner.model.topology import init_topology
+        from slipstream.learner.model.weights.hf_weights import load_hf_weights
         from slipstream.wire.models.hf_config import load_hf_config
 
         self._barred = barred

@@ -4,14 +4,18 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from slipstream.weightbus.version.engine_checksums import Holder, digest_of, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    digest_of,
+    expected_checksums,
+)
 from tests.support.tiny_run import TinyRun
 
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
 def assert_trained_and_served(
-    run: TinyRun, holder: Holder, *, most_versions: int | None = None
+    run: TinyRun, holder: EngineLayout, *, most_versions: int | None = None
 ) -> dict[str, Any]:
     """Wait for a run whose one engine holds at last what was learned; return its summary.
 

@@ -315,14 +315,14 @@ ANSWERS: list[broker.Answer] = [
     broker.Payloads(num_frames=2),
 ]
 COMMANDS: list[weightbus.Command] = [
-    weightbus.Heard(relay="r1"),
+    weightbus.JoinAcknowledged(relay="r1"),
     weightbus.OpenGroup(
         command_id=1, host="127.0.0.1", port=5, group_name="g", backend="gloo", rank=2, world_size=3
     ),
     weightbus.Abandon(command_id=2, reason="the engine stopped receiving"),
     weightbus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),
-    weightbus.Receive(command_id=4, manifest=MANIFEST, path="/weights/v2.5"),
-    weightbus.Receive(
+    weightbus.ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5"),
+    weightbus.ReceiveVersion(
         command_id=10,
         manifest=MANIFEST,
         sources=(
@@ -355,7 +355,7 @@ AGENT_MESSAGES: list[weightbus.AgentMessage] = [
         forward=weightbus.BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
     ),
     weightbus.Leave(name="generator-0"),
-    weightbus.Outcome(
+    weightbus.CommandOutcome(
         command_id=1, error="refused", num_in_flight=3, num_bytes=7, checksums={"norm": "00ff"}
     ),
 ]
@@ -431,7 +431,7 @@ TO_FOLLOWER: list[followers.ToFollower] = [
     followers.StartNode(host="10.0.0.7", port=40001),
     followers.FetchToo(
         command_id=1,
-        receive=weightbus.Receive(command_id=9, manifest=MANIFEST, sources=((DOOR,),)),
+        receive=weightbus.ReceiveVersion(command_id=9, manifest=MANIFEST, sources=((DOOR,),)),
         relay=weightbus.RelayAddress(
             endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k"
         ),

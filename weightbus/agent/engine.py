@@ -1,11 +1,9 @@
 """The weight bus's interface to an inference engine."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -89,49 +87,3 @@ class EngineWeights(Protocol):
         that fails, unless it had not begun to load or had the label already: then it generates.
         """
         ...
-
-
-async def pause_in_steps(engine: EngineWeights) -> int:
-    """Implement ``EngineWeights.pause_for_update`` by an engine's other methods."""
-    num_in_flight = await engine.pause()
-    await engine.begin_update()
-    return num_in_flight
-
-
-async def finish_in_steps(
-    engine: EngineWeights, version: PolicyVersion, *, digest: str
-) -> Mapping[str, str]:
-    """Implement ``EngineWeights.finish_update`` by an engine's other methods."""
-    await engine.end_update()
-    checksums = await engine.checksums() if digest else {}
-    if digest and digest_of(checksums) != digest:
-        return checksums
-    await engine.label(version)
-    await engine.resume()
-    return {}
-
-
-async def adopt_in_steps(
-    engine: EngineWeights, folder: Path, version: PolicyVersion, *, digest: str
-) -> Adoption:
-    """Implement ``EngineWeights.adopt_folder`` by an engine's other methods."""
-    seconds: dict[str, float] = {}
-    since_s = time.monotonic()
-
-    def lap(phase: str) -> None:
-        nonlocal since_s
-        now_s = time.monotonic()
-        seconds[phase], since_s = now_s - since_s, now_s
-
-    num_in_flight = await engine.pause()
-    lap("pause")
-    await engine.load_folder(folder)
-    lap("load")
-    checksums = await engine.checksums() if digest else {}
-    lap("verify")
-    if digest and digest_of(checksums) != digest:
-        return Adoption(num_in_flight, seconds, checksums)
-    await engine.label(version)
-    await engine.resume()
-    lap("commit")
-    return Adoption(num_in_flight, seconds)

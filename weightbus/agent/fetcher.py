@@ -197,18 +197,15 @@ class BucketFetcher:
     ) -> None:
         """Connect to nothing yet.
 
-        Args:
-            context: Context of the sockets.
-            timeout_s: Limit for one bucket at its last door; half of it at the doors before.
-            connections: Number to each door; 0 is 1 on this host and 4 to others.
-            traffic: Counter of fetched bytes.
+        ``timeout_s`` limits one bucket at its last door, and half of it at the doors before. With 0
+        ``connections`` there are 1 to a door on this host and 4 to others.
         """
         self._context = context
         self._max_bytes = _HEAD_BYTES  # largest frame that is expected
         self._timeout_s = timeout_s
         self._num_connections = connections
         self.traffic = traffic or Traffic()
-        self._address: RelayAddress | None = None
+        self.address: RelayAddress | None = None  # the relay's; None before ``connect``
         self._key: ClientKey | None = None
         self._relay: _OpenDoor | None = None
         self.engines: tuple[str, ...] = ()  # addresses that served buckets of the last version
@@ -224,18 +221,13 @@ class BucketFetcher:
             self._relay.fail(PublishError("the relay has moved"))
             self._relay.close()
             self._relay = None
-        self._address, self._key = address, key
+        self.address, self._key = address, key
         self._relay = self._open(address.bulk, True)
-
-    @property
-    def address(self) -> RelayAddress | None:
-        """The relay's; None before ``connect``."""
-        return self._address
 
     def reconnect(self) -> None:
         """Connect again to a relay that requires a key: it may have refused ours before."""
-        if self._address is not None and self._address.key:
-            self.connect(self._address, self._key)
+        if self.address is not None and self.address.key:
+            self.connect(self.address, self._key)
 
     def close(self) -> None:
         """Close all connections; pending requests get no answer."""
@@ -256,7 +248,7 @@ class BucketFetcher:
         sources: Sequence[Sequence[BulkDoor]] = (),
         first_part: int = 0,
     ) -> "Receiving":
-        """Prepare to fetch a version; ``sources`` are those of Receive.
+        """Prepare to fetch a version; ``sources`` are those of ReceiveVersion.
 
         Raises:
             PublishError: there is no relay, a part has no door, a door proves no key, or others
@@ -293,8 +285,8 @@ class BucketFetcher:
             return
         self._max_bytes = max_bytes
         self._close_others({door for door in self._others if not door.is_plain})
-        if self._address is not None and self._address.is_bulk_plain:
-            self.connect(self._address, self._key)
+        if self.address is not None and self.address.is_bulk_plain:
+            self.connect(self.address, self._key)
 
     def _refuse_forgeable(
         self, manifest: WeightManifest, wanted: Sequence[Sequence[BulkDoor]]
@@ -421,12 +413,7 @@ class Receiving:
 
 
 def fetch_order(parts: Sequence[int], first_part: int) -> list[int]:
-    """Return the indices of buckets in the order of fetching: parts take turns.
-
-    Args:
-        parts: Number of the part of each bucket.
-        first_part: Number of the part to begin with; numbers wrap around.
-    """
+    """Return indices of buckets in the order of fetching: parts take turns from the first on."""
     by_part: dict[int, list[int]] = {}
     for index, part in enumerate(parts):
         by_part.setdefault(part, []).append(index)

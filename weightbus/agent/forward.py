@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.net.curve import ForwardListener
-from slipstream.weightbus.net.proofs import Refusals
+from slipstream.weightbus.net.proofs import DoorRefusals
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_fetch, encode
@@ -46,7 +46,7 @@ class Forwarder:
 
         A request waits at most ``patience_s``. No request is served while the relay is silent.
         """
-        self._listener = ForwardListener(listen, is_plain=is_plain, refusals=Refusals(traffic))
+        self._listener = ForwardListener(listen, is_plain=is_plain, refusals=DoorRefusals(traffic))
         self._staging = staging
         self._patience_s = patience_s
         self._traffic = traffic

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.weightbus.agent.held import HeldBuckets
+from slipstream.weightbus.agent.bucket_holdings import HeldBuckets
 from slipstream.weightbus.net.curve import FETCH_AHEAD
 from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_bytes_of
 from slipstream.weightbus.version.disk import check_digest
@@ -193,31 +193,17 @@ class Staging:
         self.fetched_bytes = 0
         gate = asyncio.Semaphore(ahead)
         starts = [len(header) + at for at in bucket_offsets(manifest)]
-
         self.held.begin(manifest, starts)
         keeping: list[asyncio.Future[None]] = []
 
+        def keep(index: int, data: Frame | BucketDelta) -> asyncio.Future[None]:
+            kept = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
+            keeping.append(asyncio.ensure_future(kept))
+            return keeping[-1]
+
         async def get(index: int) -> None:
-            takes_deltas = True
             async with gate:
-                while True:
-                    data = await fetch(index)
-                    self.fetched_bytes += num_bytes_of(data)
-                    keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
-                    keeping.append(asyncio.ensure_future(keep))
-                    try:
-                        await asyncio.shield(keeping[-1])
-                    except PublishError as error:
-                        if takes_deltas and isinstance(data, BucketDelta):
-                            takes_deltas = False
-                            self.num_refused_deltas += 1
-                            _log.warning("bucket %d is fetched whole: %s", index, error)
-                            continue
-                        if rejected(index, str(error)):
-                            continue
-                        raise
-                    self.held.add(index)
-                    return
+                await self._get(index, fetch, keep, rejected)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -229,6 +215,31 @@ class Staging:
         finally:  # no write may be pending when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)
         return self._show(manifest.version)
+
+    async def _get(
+        self,
+        index: int,
+        fetch: Callable[[int], Awaitable[Frame | BucketDelta]],
+        keep: Callable[[int, Frame | BucketDelta], asyncio.Future[None]],
+        rejected: Callable[[int, str], bool],
+    ) -> None:
+        """Fetch one bucket until its bytes are those of the manifest."""
+        takes_deltas = True
+        while True:
+            data = await fetch(index)
+            self.fetched_bytes += num_bytes_of(data)
+            try:
+                await asyncio.shield(keep(index, data))
+            except PublishError as error:
+                if takes_deltas and isinstance(data, BucketDelta):
+                    takes_deltas = False
+                    self.num_refused_deltas += 1
+                    _log.warning("bucket %d is fetched whole: %s", index, error)
+                elif not rejected(index, str(error)):
+                    raise
+            else:
+                self.held.add(index)
+                return
 
     def _make_room(self, header: bytes, manifest: WeightManifest) -> None:
         """Lay the memory out for a version; contents of another layout are dropped."""

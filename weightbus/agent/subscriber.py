@@ -27,13 +27,20 @@ from slipstream.weightbus.agent.updates import (
 )
 from slipstream.weightbus.net.curve import connect, num_connections
 from slipstream.weightbus.net.traffic import Traffic
-from slipstream.weightbus.version.engine_checksums import holder_of
+from slipstream.weightbus.version.engine_checksums import engine_layout_of
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_command, encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Admit, Heard, Join, Leave, Outcome, RelayAddress
+from slipstream.wire.messages.weightbus import (
+    Admit,
+    CommandOutcome,
+    Join,
+    JoinAcknowledged,
+    Leave,
+    RelayAddress,
+)
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
@@ -87,31 +94,30 @@ class Subscriber:
         self._fetcher: BucketFetcher | None = None
         self._connections = connections
         self.traffic = Traffic()
-        self._forwarder = (
-            Forwarder(
-                forward,
-                staging,
-                patience_s=fetch_timeout_s / 2,
-                traffic=self.traffic,
-                is_relay_heard=lambda: self.silent_s < silence_s,
-                is_plain=forwards_plain,
-            )
-            if forward
-            else None
+        self._forwarder = self._forwarder_at(forward, staging, is_plain=forwards_plain)
+        self._updates = _updates_of(
+            engine,
+            adapters,
+            tensors=tensors,
+            staging=staging,
+            on_pause=on_pause,
+            on_adopt=on_adopt,
+            on_probe=on_probe,
+            engine_layout=engine_layout_of(join),
+            others=others,
         )
-        common: dict[str, Any] = {
-            "tensors": tensors,
-            "staging": staging,
-            "on_pause": on_pause,
-            "on_adopt": on_adopt,
-            "on_probe": on_probe,
-            "holder": holder_of(join),
-            "others": others,
-        }
-        self._updates = (
-            EngineUpdates(engine, **common)
-            if adapters is None
-            else AdapterUpdates(adapters, **common)
+
+    def _forwarder_at(self, listen: str, staging: Staging, *, is_plain: bool) -> Forwarder | None:
+        """Return the door for other engines; None without an address."""
+        if not listen:
+            return None
+        return Forwarder(
+            listen,
+            staging,
+            patience_s=self._fetch_timeout_s / 2,
+            traffic=self.traffic,
+            is_relay_heard=lambda: self.silent_s < self._silence_s,
+            is_plain=is_plain,
         )
 
     @property
@@ -138,7 +144,7 @@ class Subscriber:
             connections=self._connections,
             traffic=self.traffic,
         )
-        commands: asyncio.Queue[Order | Heard] = asyncio.Queue(_MAX_COMMANDS)
+        commands: asyncio.Queue[Order | JoinAcknowledged] = asyncio.Queue(_MAX_COMMANDS)
         forwarder = self._forwarder
         try:
             if forwarder is not None:
@@ -195,7 +201,7 @@ class Subscriber:
         self,
         socket: zmq.asyncio.Socket,
         fetcher: BucketFetcher,
-        commands: asyncio.Queue[Order | Heard],
+        commands: asyncio.Queue[Order | JoinAcknowledged],
     ) -> None:
         """Record the relay's messages, also while the engine is busy, and queue its commands."""
         while True:
@@ -208,7 +214,7 @@ class Subscriber:
             self._last_message_s = self._now()
             if isinstance(command, Admit):
                 await socket.send_multipart(cut([encode(self._admit(command))]))
-            elif not isinstance(command, Heard):
+            elif not isinstance(command, JoinAcknowledged):
                 await commands.put(command)
             elif command.relay != self._relay:
                 if self._relay:
@@ -217,18 +223,18 @@ class Subscriber:
                 self._relay = command.relay
                 await commands.put(command)
 
-    def _admit(self, command: Admit) -> Outcome:
+    def _admit(self, command: Admit) -> CommandOutcome:
         self.traffic.commands += 1
         if self._forwarder is None:
-            return Outcome(command_id=command.command_id, error="it forwards nothing")
+            return CommandOutcome(command_id=command.command_id, error="it forwards nothing")
         self._forwarder.admit(command.version, command.keys)
-        return Outcome(command_id=command.command_id)
+        return CommandOutcome(command_id=command.command_id)
 
     async def _execute_all(
         self,
         socket: zmq.asyncio.Socket,
         fetcher: BucketFetcher,
-        commands: asyncio.Queue[Order | Heard],
+        commands: asyncio.Queue[Order | JoinAcknowledged],
     ) -> None:
         updates = self._updates
         while True:
@@ -239,7 +245,7 @@ class Subscriber:
                 if updates.is_paused and self._last_message_s < self._now() - self._silence_s:
                     await updates.abandon(f"the relay was silent for {self._silence_s:g} s")
                 continue
-            if isinstance(command, Heard):
+            if isinstance(command, JoinAcknowledged):
                 if updates.is_paused:
                     await updates.abandon("the relay that paused it has been replaced")
                 continue
@@ -250,3 +256,13 @@ class Subscriber:
                 raise PublishError(
                     f"{_MAX_FAILURES} publishes in a row failed; the last: {updates.failures[-1]}"
                 )
+
+
+def _updates_of(
+    engine: EngineWeights,
+    adapters: EngineAdapters | None,
+    **common: Any,  # noqa: ANN401 arguments of both
+) -> EngineUpdates:
+    if adapters is None:
+        return EngineUpdates(engine, **common)
+    return AdapterUpdates(adapters, **common)

@@ -13,7 +13,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
-from slipstream.weightbus.version.engine_checksums import Holder, check_same, digest_of
+from slipstream.weightbus.version.engine_checksums import EngineLayout, check_same, digest_of
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.bounds import shortened
@@ -24,20 +24,20 @@ from slipstream.wire.messages.weightbus import (
     Abandon,
     Adopt,
     BulkDoor,
+    CommandOutcome,
     Commit,
     LoadBucket,
     Offer,
     OpenGroup,
-    Outcome,
     Pause,
-    Receive,
+    ReceiveVersion,
     RelayAddress,
     Verify,
 )
 
 _log = logging.getLogger(__name__)
 Order: TypeAlias = (
-    OpenGroup | Abandon | Offer | Receive | Adopt | Pause | LoadBucket | Verify | Commit
+    OpenGroup | Abandon | Offer | ReceiveVersion | Adopt | Pause | LoadBucket | Verify | Commit
 )
 
 
@@ -52,7 +52,9 @@ def ignore(_version: PolicyVersion, _probe: ProbeLogprobs | None, _engines: Sequ
 class OtherHosts(Protocol):
     """The other hosts of an engine whose ranks are on several."""
 
-    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+    async def fetch_too(
+        self, receive: ReceiveVersion, relay: RelayAddress, *, may_be_read: bool
+    ) -> int:
         """Order each host to fetch a version into its memory; return the bytes that they fetched.
 
         Raises PublishError. With ``may_be_read`` the ranks there may still load an earlier
@@ -70,12 +72,7 @@ async def fetch_into(
 ) -> Path:
     """Fetch a version into the memory of this host; return its folder.
 
-    Args:
-        staging: The memory.
-        manifest: Description of the version.
-        fetcher: Fetcher that is connected to a relay.
-        sources: Doors, from Receive.
-        first_part: Part to begin with, from Receive.
+    ``sources`` and ``first_part`` are those of ReceiveVersion.
 
     Raises:
         PublishError: the version did not arrive whole.
@@ -109,10 +106,10 @@ class EngineUpdates:
         on_pause: Callable[[], None],
         on_adopt: OnAdopt,
         on_probe: OnProbe = ignore,
-        holder: Holder | None = None,
+        engine_layout: EngineLayout | None = None,
         others: OtherHosts | None = None,
     ) -> None:
-        """Control an engine with this layout of tensors; ``holder`` None is one rank on a CPU.
+        """Control an engine with these tensors; an ``engine_layout`` of None is one rank on a CPU.
 
         ``on_adopt`` gets the version that the engine generates with, and the seconds that the
         engine stood still for it; None is all the time since ``on_pause``.
@@ -120,7 +117,7 @@ class EngineUpdates:
         """
         self._engine = engine
         self._others = others
-        self._holder = holder or Holder()
+        self._engine_layout = engine_layout or EngineLayout()
         self._tensors = tensors
         self._staging = staging
         self._on_pause = on_pause
@@ -141,7 +138,7 @@ class EngineUpdates:
         self.is_paused = False
         self.adopted: PolicyVersion | None = None
 
-    async def execute(self, command: Order, fetcher: BucketFetcher) -> Outcome:
+    async def execute(self, command: Order, fetcher: BucketFetcher) -> CommandOutcome:
         """Carry out a command; a failure is returned as its outcome."""
         number = command.command_id
         try:
@@ -150,7 +147,7 @@ class EngineUpdates:
                     self._offer(manifest)
                 case OpenGroup():
                     await self._open_group(command)
-                case Receive():
+                case ReceiveVersion():
                     return await self._receive(command, fetcher)
                 case Adopt():
                     return await self._adopt(command)
@@ -158,7 +155,7 @@ class EngineUpdates:
                     self._pausing()
                     in_flight = await self._engine.pause_for_update()
                     self._is_open = True
-                    return Outcome(command_id=number, num_in_flight=in_flight)
+                    return CommandOutcome(command_id=number, num_in_flight=in_flight)
                 case LoadBucket(index=index, group_name=group_name):
                     await self._load_bucket(index, group_name)
                 case Verify():
@@ -174,12 +171,14 @@ class EngineUpdates:
             self._has_failed = True
             self._lose(command)
             _log.warning("%s failed: %s", type(command).__name__, error)
-            return Outcome(command_id=number, error=shortened(str(error)))
-        return Outcome(command_id=number)
+            return CommandOutcome(command_id=number, error=shortened(str(error)))
+        return CommandOutcome(command_id=number)
 
     def _lose(self, command: Order) -> None:
         """End the waits for a version whose publish failed before it was received."""
-        manifest = command.manifest if isinstance(command, Offer | Receive) else self._manifest
+        manifest = (
+            command.manifest if isinstance(command, Offer | ReceiveVersion) else self._manifest
+        )
         if manifest is not None:
             self._staging.held.lose(manifest.version)
 
@@ -213,22 +212,24 @@ class EngineUpdates:
             group, self._group = self._group, ""
             await self._engine.close_group(group)
 
-    async def _receive(self, command: Receive, fetcher: BucketFetcher) -> Outcome:
+    async def _receive(self, command: ReceiveVersion, fetcher: BucketFetcher) -> CommandOutcome:
         """Get a version; compute its expected checksums while the engine generates."""
-        manifest, holder = command.manifest, self._holder
+        manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
         self._engines = () if command.path else fetcher.engines
         since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
-                lambda: expected_of_version(bits_in_folder(received, manifest), holder)
+                lambda: expected_of_version(bits_in_folder(received, manifest), engine_layout)
             )
         seconds = {"expect": time.monotonic() - since_s}
         num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there
-        return Outcome(command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds)
+        return CommandOutcome(
+            command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds
+        )
 
-    async def _fetch(self, command: Receive, fetcher: BucketFetcher) -> Path:
+    async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         """Get a version on every host of the engine; return the folder of this one."""
         if self._others is None:
             return await self._fetch_here(command, fetcher)
@@ -247,14 +248,14 @@ class EngineUpdates:
         self._fetched_there = elsewhere.result()
         return here.result()
 
-    async def _fetch_here(self, command: Receive, fetcher: BucketFetcher) -> Path:
+    async def _fetch_here(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         manifest, staging = command.manifest, self._staging
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
         return await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
 
-    async def _adopt(self, command: Adopt) -> Outcome:
+    async def _adopt(self, command: Adopt) -> CommandOutcome:
         """Switch the engine to the received version, or record that it may hold a mixture.
 
         Raises:
@@ -269,7 +270,7 @@ class EngineUpdates:
             check_same(expected or {}, adoption.differing)
         stood_s = sum(adoption.phase_seconds.values())
         self._generates(version, command.probe, stood_s)
-        return Outcome(
+        return CommandOutcome(
             command_id=command.command_id,
             num_in_flight=adoption.num_in_flight,
             digest=digest,
@@ -295,16 +296,16 @@ class EngineUpdates:
         self._on_adopt(version, stood_s)
         self._on_probe(version, probe, self._engines)
 
-    async def _verify(self, command: Verify) -> Outcome:
+    async def _verify(self, command: Verify) -> CommandOutcome:
         """Close an update; answer with a digest of the engine, or its last checksums."""
         number = command.command_id
         if command.wants == "checksums":
-            return Outcome(command_id=number, checksums=self._checksums)
+            return CommandOutcome(command_id=number, checksums=self._checksums)
         await self._close_update()
         if command.wants == "nothing":
-            return Outcome(command_id=number)
+            return CommandOutcome(command_id=number)
         self._checksums = await self._engine.checksums()
-        return Outcome(command_id=number, digest=digest_of(self._checksums))
+        return CommandOutcome(command_id=number, digest=digest_of(self._checksums))
 
     def _pausing(self) -> None:
         self._on_pause()
@@ -329,7 +330,7 @@ class EngineUpdates:
             await self._engine.end_update()
             self._is_open = False
 
-    async def _commit(self, command: Commit) -> Outcome:
+    async def _commit(self, command: Commit) -> CommandOutcome:
         number, version = command.command_id, command.version
         if version != self._offered.version or not self._is_torn:
             raise PublishError(f"{version.label} was not loaded")
@@ -337,7 +338,7 @@ class EngineUpdates:
             differing = await self._engine.finish_update(version, digest=command.digest)
             self._is_open = False
             if differing:
-                return Outcome(command_id=number, checksums=dict(differing))
+                return CommandOutcome(command_id=number, checksums=dict(differing))
         else:
             await self._engine.label(version)
             self._is_torn = False
@@ -345,7 +346,7 @@ class EngineUpdates:
             await self._engine.resume()
         self._staging.free()  # the next version arrives over the collective
         self._generates(version, command.probe)
-        return Outcome(command_id=number, digest=command.digest)
+        return CommandOutcome(command_id=number, digest=command.digest)
 
     async def abandon(self, why: str) -> None:
         """Leave a failed publish; the engine generates again if no byte has moved."""

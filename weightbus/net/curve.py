@@ -15,9 +15,9 @@ from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.net.proofs import (
     Authenticator,
+    DoorRefusals,
     Proof,
     ProofsAtDoor,
-    Refusals,
     proof_of_member,
 )
 from slipstream.wire.errors import ConfigError
@@ -44,26 +44,22 @@ _COMMANDS, _BUCKETS, _FORWARD, _LEADER = 1 / 8, 1 / 2, 1 / 8, 1 / 4
 class KeyedListener:
     """Listens with a key of its own for clients whose keys were admitted."""
 
+    setting: str  # name of the setting with the address
+
     def __init__(
         self,
         listen: str,
         *,
-        setting: str,
         key: ClientKey | None = None,
         is_plain: bool = False,
-        refusals: Refusals | None = None,
+        refusals: DoorRefusals | None = None,
     ) -> None:
-        """Make a key, unless one is given.
+        """Make a key, unless one is given; doors for buckets encrypt nothing if ``is_plain``.
 
-        Args:
-            listen: Address, tcp://ADDRESS:PORT.
-            setting: Name of the setting with this address.
-            key: Key to use instead of a new one.
-            is_plain: True if the doors for buckets encrypt nothing.
-            refusals: Counter of connections and requests that get no answer.
+        ``listen`` is tcp://ADDRESS:PORT. ``refusals`` counts connections and requests without an
+        answer.
         """
         self._listen = listen
-        self._setting = setting
         self.is_plain = is_plain
         self._public, self._secret = zmq.curve_keypair()
         if key is not None:
@@ -77,7 +73,7 @@ class KeyedListener:
             secret=self._secret.decode(),
             is_admitted=lambda key: self.name_of(key) is not None,
         )
-        self.refusals = refusals or Refusals()
+        self.refusals = refusals or DoorRefusals()
 
     def admit(self, holders: Mapping[str, str]) -> None:
         """Admit these keys (Z85) only; values are names."""
@@ -156,7 +152,7 @@ class KeyedListener:
         router = ListeningRouter(
             context,
             endpoint,
-            setting=self._setting,
+            setting=self.setting,
             limit=limit_of(share),
             max_frame_bytes=_MAX_BULK_BYTES if has_buckets else PIECE_BYTES,
             prepare=prepare,
@@ -180,14 +176,16 @@ class RemoteListener(KeyedListener):
     Each instance makes its own key.
     """
 
+    setting = "weightbus.listen"
+
     def __init__(
-        self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
+        self, listen: str, *, is_plain: bool = False, refusals: DoorRefusals | None = None
     ) -> None:
         """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
 
         Buckets use the next port, or any port if PORT is 0; with ``is_plain`` unencrypted.
         """
-        super().__init__(listen, setting="weightbus.listen", is_plain=is_plain, refusals=refusals)
+        super().__init__(listen, is_plain=is_plain, refusals=refusals)
         self.address: RelayAddress | None = None  # once it listens
         self._parts: dict[str, int] = {}
 
@@ -256,13 +254,12 @@ class RemoteListener(KeyedListener):
 
 
 class ForwardListener(KeyedListener):
-    """Listens for other engines that fetch the buckets that this one has received."""
+    """Listens for other engines that fetch the buckets that this one has received.
 
-    def __init__(
-        self, listen: str, *, is_plain: bool = False, refusals: Refusals | None = None
-    ) -> None:
-        """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT, or any port if it is 0."""
-        super().__init__(listen, setting="weightbus.forward", is_plain=is_plain, refusals=refusals)
+    ``open`` starts listening at tcp://ADDRESS:PORT, or any port if it is 0.
+    """
+
+    setting = "weightbus.forward"
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, BulkDoor]:
         """Listen; return the socket, and its door for others.
@@ -287,7 +284,8 @@ class LeaderListener(KeyedListener):
 
         ``setting`` is the setting with the value ``endpoint``.
         """
-        super().__init__(endpoint, setting=setting, key=key)
+        super().__init__(endpoint, key=key)
+        self.setting = setting
         self.admit({key.public: key.name})
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
@@ -334,7 +332,8 @@ def connect(
     if server_key:
         detect_dead_peers(socket, has_buckets=False)
         prove_key(socket, _required(key, endpoint), server_key=server_key)
-    _know_ipv6(socket, endpoint)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
     socket.connect(endpoint)
 
 
@@ -370,8 +369,3 @@ def _required(key: ClientKey | None, endpoint: str) -> ClientKey:
     if key is None:
         raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
     return key
-
-
-def _know_ipv6(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    if "[" in endpoint:
-        socket.setsockopt(zmq.IPV6, 1)

@@ -64,11 +64,8 @@ def broadcast(
 
     On a GPU this uses a stream of its own: work that fails there holds up nothing else.
 
-    Args:
-        flat: Bytes to send or to write, [num_bytes] uint8.
-        group: Group of this rank.
-        timeout_s: Limit for the transfer.
-        watches_store: Also give up when rank 0 has left the group.
+    ``flat`` is [num_bytes] uint8. With ``watches_store`` also give up when rank 0 has left the
+    group.
 
     Raises:
         PublishError: it failed, or did not end in time.

@@ -10,9 +10,7 @@ from slipstream.wire.settings.rendezvous import Address
 def endpoint_of(address: Address, *, named: str) -> str:
     """Return a numeric ZeroMQ endpoint, to listen at or to connect to.
 
-    Args:
-        address: Address of this machine or of another one.
-        named: Setting or option that names it, for the error.
+    ``named`` is the setting or option that names the address, for the error.
 
     Raises:
         ConfigError: no host has this name.
@@ -28,10 +26,8 @@ def endpoint_of(address: Address, *, named: str) -> str:
 def listen_at(host: str, port: int = 0, *, named: str) -> socket.socket:
     """Return a socket that listens on one address.
 
-    Args:
-        host: Address, or its name.
-        port: Port to listen on; with 0 the system chooses.
-        named: Setting or option that names the address, for the error.
+    ``named`` is the setting or option that names the address, for the error. The system chooses
+    port 0.
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.

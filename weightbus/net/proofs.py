@@ -35,10 +35,7 @@ class Proof:
     def __init__(self, shared: bytes, *, member: str, door: str) -> None:
         """Derive the key of the MACs.
 
-        Args:
-            shared: Result of X25519 for either secret and the other public key.
-            member: Public key (Z85) of the member.
-            door: Public key (Z85) of the door.
+        ``shared`` is the result of X25519 for either secret and the other public key; keys are Z85.
         """
         material = shared + member.encode() + door.encode()
         self._key = hashlib.blake2b(material, digest_size=_BYTES, person=_CONTEXT).digest()
@@ -130,7 +127,7 @@ class Authenticator(AsyncioAuthenticator):
         return is_known, b"OK" if is_known else b"Unknown key"
 
 
-class Refusals:
+class DoorRefusals:
     """Counts refusals without an answer, and logs them once a minute at most."""
 
     def __init__(

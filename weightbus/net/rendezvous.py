@@ -16,12 +16,8 @@ def open_store(
 ) -> TCPStore:
     """Return the master store of a group, which listens on one address of this machine.
 
-    Args:
-        host: Address, or its name.
-        world_size: Size of the group.
-        timeout_s: Limit of waits for keys.
-        port: Port to listen on; with 0 the system chooses.
-        named: Setting or option that names the address, for the error.
+    ``named`` is the setting or option that names the address, for the error. The system chooses
+    port 0.
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.

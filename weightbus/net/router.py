@@ -15,7 +15,7 @@ from slipstream.wire.messages.codec import Frame
 _AT_A_TIME = 256  # messages; then other work has its turn
 
 
-class Router:
+class MessageRouter:
     """Sends without waiting, and hands messages to a function. Use it inside one event loop."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:

@@ -17,31 +17,9 @@ _started: "WeakSet[threading.Thread]" = WeakSet()
 
 async def in_own_thread(work: Callable[[], T]) -> T:
     """Return the result of a blocking call, which continues if the caller is cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 raised in the caller
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop and its callers have ended
-            return
-
-    start(run)
-    return await future
+    future = asyncio.wrap_future(submit(work))
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+    return await asyncio.shield(future)
 
 
 def in_time(work: Callable[[], T], timeout_s: float) -> T:

@@ -71,12 +71,10 @@ def may_be_source(door: BulkDoor | None) -> bool:
 def sources_behind(
     before: BulkDoor | None, own: BulkDoor, parts: Sequence[Sequence[BulkDoor]] = ()
 ) -> tuple[tuple[BulkDoor, ...], ...]:
-    """Return the sources of an engine, by part, for Receive.
+    """Return the sources of an engine, by part, for ReceiveVersion.
 
-    Args:
-        before: Door of the engine before it in its chain; None at the head of the chain.
-        own: Relay's door for it, the last source if there are no parts.
-        parts: Doors of each part of the version; empty if all is in this relay's memory.
+    ``before`` is the engine before it in its chain, ``own`` the relay's door for it, the last
+    source if there are no ``parts``.
     """
     if before is None:
         return tuple(tuple(doors) for doors in parts)

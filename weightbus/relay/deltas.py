@@ -19,6 +19,7 @@ from functools import partial
 import msgspec
 from torch import Tensor
 
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.delta import BucketDelta, encode_delta
@@ -53,30 +54,19 @@ class Deltas:
     """The newest steps of one relay. Use it inside one event loop."""
 
     def __init__(
-        self,
-        versions: Versions,
-        *,
-        most_steps: int,
-        most_bytes: int,
-        wait_s: float,
-        holds: bool = True,
+        self, versions: Versions, settings: WeightBusSection, *, holds: bool = True
     ) -> None:
         """Encode nothing until an agent asks.
 
-        Args:
-            versions: Versions of the relay.
-            most_steps: Steps to keep; 0 disables deltas.
-            most_bytes: Limit for all kept steps.
-            wait_s: Limit of a request's wait for a step that is being computed.
-            holds: True if a version is not overwritten while it is read here; False at a part's
-                relay.
+        ``holds`` is True if a version is not overwritten while it is read here; False at a part's
+        relay.
         """
         self.whole_because: Counter[str] = Counter()  # buckets sent to agents that wanted deltas
         self.num_sent = 0  # buckets sent as deltas
         self._versions = versions
-        self._most_steps = most_steps
-        self._most_bytes = most_bytes
-        self._wait_s = wait_s
+        self._most_steps = settings.delta_versions
+        self._most_bytes = settings.delta_bytes
+        self._wait_s = settings.timeout_s / 2  # for a step that is being computed
         self._holds = holds
         self._left = 0  # versions to encode unless an agent asks again
         self._steps: deque[_Step] = deque()

@@ -50,12 +50,8 @@ class LearnerSocket:
     ) -> None:
         """Serve no learner yet.
 
-        Args:
-            versions: Versions that the learner writes.
-            stop: Event that is set when no version will follow.
-            linger_s: Time without a message of a learner after which ``stop`` is set too.
-            door: Returns this relay's address for other hosts.
-            on_head: Called with the head, at a part.
+        ``stop`` is set when no version will follow, and after ``linger_s`` without a message of a
+        learner. ``on_head`` is called with the head, at a part.
         """
         self._versions = versions
         self._stop = stop

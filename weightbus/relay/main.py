@@ -19,14 +19,14 @@ from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
-from slipstream.weightbus.net.proofs import Refusals
+from slipstream.weightbus.net.proofs import DoorRefusals
 from slipstream.weightbus.net.threads import are_done
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.deltas import Deltas
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.lock import only_relay
 from slipstream.weightbus.relay.part import PartRelay
-from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.weightbus.relay.served import Versions
@@ -125,7 +125,7 @@ class Relay:
 
 def listener_of(bus: WeightBusSection, traffic: Traffic) -> RemoteListener:
     """Return this relay's listener for other hosts; ``traffic`` counts refusals."""
-    return RemoteListener(bus.listen, is_plain=bus.bulk == "plain", refusals=Refusals(traffic))
+    return RemoteListener(bus.listen, is_plain=bus.bulk == "plain", refusals=DoorRefusals(traffic))
 
 
 async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -> None:
@@ -133,13 +133,7 @@ async def _serve_part(settings: RelaySettings, part: int, stop: asyncio.Event) -
     traffic = Traffic()
     listener = listener_of(bus, traffic)
     versions = Versions(settings.folder, digests=bus.digest_kind)
-    deltas = Deltas(
-        versions,
-        most_steps=bus.delta_versions,
-        most_bytes=bus.delta_bytes,
-        wait_s=bus.timeout_s / 2,
-        holds=False,
-    )
+    deltas = Deltas(versions, bus, holds=False)
     relay = PartRelay(
         part, versions, listener, deltas, stop=stop, linger_s=bus.linger_s, traffic=traffic
     )

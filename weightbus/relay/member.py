@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
@@ -19,9 +19,9 @@ from slipstream.wire.messages.weightbus import (
     PUBLISH_PHASES,
     BulkDoor,
     BusMessage,
-    Heard,
+    CommandOutcome,
     Join,
-    Outcome,
+    JoinAcknowledged,
 )
 from slipstream.wire.process.safe_text import one_line
 
@@ -40,7 +40,7 @@ class Member:
         self,
         peer: bytes,
         join: Join,
-        router: Router,
+        router: MessageRouter,
         *,
         name: str,
         relay: str = "",
@@ -70,12 +70,12 @@ class Member:
         self.is_checked = True  # in its current publish
         self.router = router
         self._timeout_s = timeout_s
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, asyncio.Future[CommandOutcome]] = {}
         self._waits_since_s = 0.0  # start of the first wait
         self._gone = ""
 
     @property
-    def place(self) -> tuple[Router, bytes]:
+    def place(self) -> tuple[MessageRouter, bytes]:
         """Its agent's connection."""
         return self.router, self.peer
 
@@ -97,7 +97,7 @@ class Member:
         self.adopted = version
         self.since_s = time.time()
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: CommandOutcome) -> None:
         """Deliver an outcome to the caller that waits for it."""
         future = self._waiting.get(outcome.command_id)
         if future is not None and not future.done():
@@ -112,7 +112,7 @@ class Member:
 
     async def request(
         self, command: Callable[[int], BusMessage], *, timeout_s: float | None = None
-    ) -> Outcome:
+    ) -> CommandOutcome:
         """Send a command and return its outcome.
 
         Raises:
@@ -121,7 +121,7 @@ class Member:
         what = type(command(0)).__name__.removeprefix("Encoded")
         return await self.outcome(self.send(command), what, timeout_s=timeout_s)
 
-    def send(self, command: Callable[[int], BusMessage]) -> asyncio.Future[Outcome]:
+    def send(self, command: Callable[[int], BusMessage]) -> asyncio.Future[CommandOutcome]:
         """Send a command; return a future of its outcome.
 
         Raises:
@@ -131,7 +131,7 @@ class Member:
             raise PublishError(f"{self.name} {self._gone}")
         number = next(_command_ids)
         self._transmit(command(number))
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CommandOutcome] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._waits_since_s = time.monotonic()
         self._waiting[number] = future
@@ -146,14 +146,14 @@ class Member:
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: not dropped silently
             raise PublishError(f"{self.name} has gone") from error
 
-    def _forget(self, number: int, done: asyncio.Future[Outcome]) -> None:
+    def _forget(self, number: int, done: asyncio.Future[CommandOutcome]) -> None:
         self._waiting.pop(number, None)
         if not done.cancelled():
             done.exception()  # retrieved, as the caller may be gone
 
     async def outcome(
-        self, future: asyncio.Future[Outcome], what: str, *, timeout_s: float | None = None
-    ) -> Outcome:
+        self, future: asyncio.Future[CommandOutcome], what: str, *, timeout_s: float | None = None
+    ) -> CommandOutcome:
         """Return the outcome of a command that was sent.
 
         Raises:
@@ -179,7 +179,7 @@ class Member:
     def probe(self) -> None:
         """Fail all pending commands if the agent's connection is gone."""
         try:
-            self._transmit(Heard(relay=self._relay))
+            self._transmit(JoinAcknowledged(relay=self._relay))
         except PublishError as error:
             self._fail(error)
 
@@ -189,7 +189,7 @@ class Member:
                 future.set_exception(error)
 
 
-def bounded(outcome: Outcome) -> Outcome:
+def bounded(outcome: CommandOutcome) -> CommandOutcome:
     """Return an outcome with texts and figures bounded to what an agent has reason to send.
 
     An agent's outcomes go into records. A record too large for the broker would block all others,

@@ -15,7 +15,7 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.parts import Holds, KnownKeys
+from slipstream.weightbus.version.part_book import Holds, KnownKeys
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode
@@ -46,15 +46,8 @@ class PartRelay:
     ) -> None:
         """Create a relay; ``run`` serves until ``stop``, which it may also set.
 
-        Args:
-            part: Its number.
-            versions: Versions in this host's memory.
-            listener: Listener where engines fetch.
-            deltas: Deltas of its versions, which they do not keep from being overwritten.
-            stop: Event that ends it.
-            linger_s: Time that it outlives the learner, and that a silent head's keys and holds
-                stay valid.
-            traffic: Counter of sent buckets.
+        ``linger_s`` is the time that it outlives the learner, and that a silent head's keys and
+        holds stay valid.
         """
         self._part = part
         self._versions = versions

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
-from slipstream.weightbus.version.engine_checksums import Holder, digest_of
+from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode_manifest
@@ -19,30 +20,6 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
 
 T = TypeVar("T")
-
-
-class PartsOfLearner(Protocol):
-    """The parts of a learner on its other hosts."""
-
-    async def hold(self, version: PolicyVersion, layout: WeightManifest) -> dict[str, str]:
-        """Make every part keep a version; return the digests of their tensors in the layout.
-
-        Raises:
-            PublishError: a part does not have it.
-        """
-        ...
-
-    def release(self, version: PolicyVersion) -> None:
-        """Let the parts drop a version."""
-        ...
-
-    def doors(self) -> list[BulkDoor]:
-        """Return the doors for the buckets of parts 1, 2, ...
-
-        Raises:
-            PublishError: a part is missing.
-        """
-        ...
 
 
 class Publication:
@@ -57,17 +34,13 @@ class Publication:
         *,
         pin: Callable[[], None] = lambda: None,
         digests: DigestKind = "xxh3",
-        parts: PartsOfLearner | None = None,
+        parts: Parts | None = None,
         probe: ProbeLogprobs | None = None,
     ) -> None:
         """Compute nothing yet.
 
-        Args:
-            snapshot: This relay's buckets of the version.
-            pin: Pins their memory, once.
-            digests: Kind of the manifest's digests.
-            parts: Parts with the rest of the version; None if the snapshot is whole.
-            probe: Results of the learner under this version.
+        ``pin`` pins the snapshot's memory, once. ``parts`` have the rest of the version; None if it
+        is whole.
         """
         self._digest_kind: DigestKind = digests
         self.pin = pin
@@ -77,9 +50,9 @@ class Publication:
         self.on_gpu = BucketsOnGpu(snapshot)
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._own: asyncio.Future[dict[str, str]] | None = None
-        self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
+        self._expected: dict[EngineLayout, asyncio.Future[dict[str, str]]] = {}
         self._digest = ""
-        self._digests: dict[Holder, str] = {}  # digests of the expected checksums
+        self._digests: dict[EngineLayout, str] = {}  # digests of the expected checksums
         self._encoded: msgspec.Raw | None = None
         self._begun: set[asyncio.Future[Any]] = set()  # computations that are not done
 
@@ -154,14 +127,14 @@ class Publication:
         self._encoded = self._encoded or encode_manifest(manifest)
         return self._encoded
 
-    def begin_checksums(self, of: Holder) -> asyncio.Future[dict[str, str]]:
+    def begin_checksums(self, of: EngineLayout) -> asyncio.Future[dict[str, str]]:
         """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
         if of not in self._expected:
             self._expected[of] = self.in_thread(lambda: expected_of_version(tensors, of))
         return self._expected[of]
 
-    def digest_expected(self, of: Holder) -> str:
+    def digest_expected(self, of: EngineLayout) -> str:
         """Return the digest of ``expected`` if it is computed already, else an empty string."""
         if of not in self._digests:
             future = self._expected.get(of)
@@ -170,7 +143,7 @@ class Publication:
             self._digests[of] = digest_of(future.result())
         return self._digests[of]
 
-    async def expected(self, of: Holder) -> dict[str, str]:
+    async def expected(self, of: EngineLayout) -> dict[str, str]:
         """Return the checksums of an engine that holds this version."""
         return await asyncio.shield(self.begin_checksums(of))
 

@@ -1,6 +1,6 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-fleet.py and course.py decide the next phase and its members; this module waits and sends.
+fleet.py and publish_state.py decide the next phase and its members; this module waits and sends.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from slipstream.weightbus.net.curve import (
     num_connections,
     proved,
 )
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.chain import Chains, may_be_source
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.member import PROBE_S, Member
-from slipstream.weightbus.relay.parts import Parts
-from slipstream.weightbus.relay.served import Reading, Versions
+from slipstream.weightbus.relay.served import VersionReading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
@@ -47,11 +47,11 @@ from slipstream.wire.messages.weightbus import (
     Admit,
     AgentMessage,
     BulkDoor,
-    Heard,
+    CommandOutcome,
     Join,
+    JoinAcknowledged,
     Leave,
     MemberState,
-    Outcome,
     PublishRecord,
     RelayAddress,
 )
@@ -66,11 +66,11 @@ _SHARE = 1 / 16  # share of the descriptors for each of the two sockets on this 
 _MAX_PROBES = 200  # sent at a time: bounds the cost of slow members
 
 
-class Sender(NamedTuple):
+class MessageOrigin(NamedTuple):
     """Origin of a message."""
 
     peer: bytes  # routing id
-    router: Router
+    router: MessageRouter
     prefix: str  # prefix of its engines' names
     key: str  # key that it proved; empty on this host
 
@@ -90,18 +90,7 @@ class Publisher:
         traffic: Traffic | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members.
-
-        Args:
-            settings: The [weightbus] section.
-            versions: Versions to serve.
-            on_record: Called with the record of every publish.
-            libraries: Library versions of this process.
-            transports: Transports by name.
-            parts: Parts of each version, if the learner spans hosts.
-            traffic: Counter of what is sent.
-            now: Returns monotonic seconds.
-        """
+        """Start without members; ``parts`` are given if the learner spans hosts."""
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
@@ -112,18 +101,13 @@ class Publisher:
             name: chosen.relay_state(settings, versions.folder)
             for name, chosen in self._classes.items()
         }
-        self._deltas = Deltas(
-            versions,
-            most_steps=settings.delta_versions,
-            most_bytes=settings.delta_bytes,
-            wait_s=settings.timeout_s / 2,
-        )
+        self._deltas = Deltas(versions, settings)
         self._now = now
         self._parts = parts
         self._incarnation = secrets.token_hex(8) if parts is None else parts.relay
-        self._heard = encode(Heard(relay=self._incarnation))
+        self._heard = encode(JoinAcknowledged(relay=self._incarnation))
         self._members: dict[str, Member] = {}
-        self._by_place: dict[tuple[Router, bytes], Member] = {}
+        self._by_place: dict[tuple[MessageRouter, bytes], Member] = {}
         self._num_events = 0  # events that may make another serving due
         self._waits_because = ""  # last reason that a part did not keep a version
         self._is_starved = False  # a serving was due, and no version could be read
@@ -155,24 +139,13 @@ class Publisher:
         self._near = BulkDoor(endpoint=address.bulk_endpoint)
         self._remote = remote
         routers: list[ListeningRouter[zmq.asyncio.Socket]] = []
+        pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
         try:
-            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
             for endpoint, option, value in (
                 (address.endpoint, zmq.ROUTER_MANDATORY, 1),
                 (address.bulk_endpoint, zmq.SNDHWM, MAX_WAITING),
             ):
-
-                def prepare(
-                    socket: zmq.asyncio.Socket, option: int = option, value: int = value
-                ) -> None:
-                    socket.setsockopt(option, value)
-
-                limit = limit_of(_SHARE)
-                routers.append(
-                    ListeningRouter(
-                        context, endpoint, setting="run.socket_dir", limit=limit, prepare=prepare
-                    )
-                )
+                routers.append(_near_router(context, endpoint, option, value))
             pairs.append((routers[0].socket, routers[1].socket, None))
             if remote is not None:
                 pairs.append((*remote.open(context), remote))
@@ -220,7 +193,7 @@ class Publisher:
     # ---- membership ----------------------------------------------------------
 
     async def _listen(self, socket: zmq.asyncio.Socket, listener: RemoteListener | None) -> None:
-        router = Router(socket)
+        router = MessageRouter(socket)
 
         def take(received: list[zmq.Frame]) -> None:
             peer, *frames = received
@@ -239,7 +212,7 @@ class Publisher:
             except ProtocolError as error:
                 _malformed.say("malformed message on the weight bus: %s", error)
                 return
-            self._take(Sender(peer.bytes, router, prefix, key), message)
+            self._take(MessageOrigin(peer.bytes, router, prefix, key), message)
 
         await router.run(take)
 
@@ -247,7 +220,7 @@ class Publisher:
         self,
         part: int,
         peer: bytes,
-        router: Router,
+        router: MessageRouter,
         listener: RemoteListener,
         frames: Sequence[zmq.Frame],
     ) -> None:
@@ -273,7 +246,7 @@ class Publisher:
         except (ProtocolError, PublishError) as error:
             _log.warning("a report of part %d of the learner: %s", part, error)
 
-    def _take(self, sender: "Sender", message: AgentMessage) -> None:
+    def _take(self, sender: MessageOrigin, message: AgentMessage) -> None:
         member = self._by_place.get((sender.router, sender.peer))
         match message:
             case Join():
@@ -283,11 +256,11 @@ class Publisher:
             case Leave(name=name):
                 if member is not None and member.name == sender.prefix + name:
                     self._forget(member, "left")
-            case Outcome():
+            case CommandOutcome():
                 if member is not None:
                     member.take(message)
 
-    def _joined(self, sender: "Sender", join: Join) -> None:
+    def _joined(self, sender: MessageOrigin, join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         there = self._by_place.get((sender.router, peer))
@@ -437,7 +410,7 @@ class Publisher:
                             break
                         changed = self._versions.changed  # a reading ended that no serving awaits
 
-    def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+    def _start(self, serving: Serving, reading: VersionReading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
@@ -445,7 +418,7 @@ class Publisher:
         if serving.group is None:
             self._alone[serving.seats[0]] = task
 
-    def _place(self, member: Member, serving: Serving, reading: Reading) -> None:
+    def _place(self, member: Member, serving: Serving, reading: VersionReading) -> None:
         """Choose a member's source of a version that every part keeps."""
         self._leave_chain(member)
         member.before = self._before(member, serving, reading)
@@ -454,7 +427,7 @@ class Publisher:
         else:
             member.first_part = next(self._turns)  # members begin with different hosts
 
-    def _before(self, member: Member, serving: Serving, reading: Reading) -> Member | None:
+    def _before(self, member: Member, serving: Serving, reading: VersionReading) -> Member | None:
         """Return the member that serves another with a version; None for the relay.
 
         Members of a chain are on other hosts, and offer a door.
@@ -482,7 +455,9 @@ class Publisher:
                 with suppress(PublishError):  # the member is gone; its outcome does not matter
                     member.send(lambda n: Admit(command_id=n, version=newest, keys=()))
 
-    async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
+    async def _serve(
+        self, serving: Serving, members: list[Member], reading: VersionReading
+    ) -> None:
         """Bring members to a version; report the results in a record and to the fleet."""
         group = serving.group
         try:
@@ -515,7 +490,7 @@ class Publisher:
         for state in self._states.values():
             await state.keep(wanted)
 
-    async def _is_held(self, reading: Reading) -> bool:
+    async def _is_held(self, reading: VersionReading) -> bool:
         """True if every part of the learner keeps the version: no engine is touched before."""
         try:
             await reading.publication.manifest()
@@ -533,6 +508,19 @@ class Publisher:
     def _dissolve(self, group: CollectiveGroup | None) -> None:
         if group is not None and (transport := self._shared.pop(group, None)) is not None:
             transport.close_soon()
+
+
+def _near_router(
+    context: zmq.asyncio.Context, endpoint: str, option: int, value: int
+) -> ListeningRouter[zmq.asyncio.Socket]:
+    """Listen at a Unix socket with one option set."""
+    return ListeningRouter(
+        context,
+        endpoint,
+        setting="run.socket_dir",
+        limit=limit_of(_SHARE),
+        prepare=lambda socket: socket.setsockopt(option, value),
+    )
 
 
 def _message(frames: Sequence[zmq.Frame]) -> bytes:

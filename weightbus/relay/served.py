@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from slipstream.weightbus.relay.publication import PartsOfLearner, Publication
+from slipstream.weightbus.relay.learner_parts import Parts
+from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.layout import part_layout
-from slipstream.weightbus.version.parts import PartBook
+from slipstream.weightbus.version.part_book import PartBook
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -45,7 +46,7 @@ class _LearnerMemory:
         return next((v for v in self.slots.whole if others is None or others.is_complete(v)), None)
 
 
-class Reading:
+class VersionReading:
     """A version that is not overwritten until ``end``."""
 
     def __init__(self, publication: Publication, on_end: Callable[[], None]) -> None:
@@ -69,26 +70,23 @@ class Versions:
         folder: Path,
         *,
         digests: DigestKind = "xxh3",
-        parts: PartsOfLearner | None = None,
+        parts: Parts | None = None,
         silence_s: float = math.inf,
     ) -> None:
         """Start without a version.
 
-        Args:
-            folder: Folder for files of transports.
-            digests: Kind of the manifests' digests.
-            parts: Parts on other hosts of the learner; None: this relay has whole versions.
-            silence_s: Time without a report after which a part is lost.
+        ``folder`` is for files of transports. ``parts`` are on other hosts of the learner; one is
+        lost after ``silence_s`` without a report.
         """
         self.folder = folder
         self._digests: DigestKind = digests
         self._parts = parts
         self._silence_s = silence_s
         self._run_id = ""  # run of the first learner
-        self._part_keys: tuple[str, ...] = ()
+        self.part_keys: tuple[str, ...] = ()  # public keys of the newest learner's parts 1, 2, ...
         self._sources: list[_LearnerMemory] = []  # the newest learner last; old ones until idle
         self._reading: Counter[Publication] = Counter()
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set when decisions may change
         self.held: Callable[[], Collection[PolicyVersion]] = frozenset
         """Returns the versions that another relay's engines fetch here, at a part."""
 
@@ -97,11 +95,6 @@ class Versions:
         """The newest whole version."""
         source = self._serving()
         return source.newest if source is not None else None
-
-    @property
-    def part_keys(self) -> tuple[str, ...]:
-        """Public keys of the newest learner's parts 1, 2, ..."""
-        return self._part_keys
 
     @property
     def epoch(self) -> int | None:
@@ -143,7 +136,7 @@ class Versions:
         memory = SharedSlots.open(
             message.path, slot_bytes=own.num_bytes, num_slots=message.num_slots
         )
-        self._part_keys = message.part_keys
+        self.part_keys = message.part_keys
         self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
         self.wake()
         if message.whole is not None:
@@ -228,7 +221,7 @@ class Versions:
                 old.memory.close()
                 self._sources.remove(old)
 
-    def read(self) -> "Reading | None":
+    def read(self) -> "VersionReading | None":
         """Return the newest version, which is not overwritten until its ``end``.
 
         None while no version is whole, or while two others are being read.
@@ -239,16 +232,16 @@ class Versions:
             return None
         publication = source.publications[slot]
         self._reading[publication] += 1
-        return Reading(publication, lambda: self._ended(source, slot, publication))
+        return VersionReading(publication, lambda: self._ended(source, slot, publication))
 
-    def glance(self) -> "Reading | None":
+    def glance(self) -> "VersionReading | None":
         """Return the newest version, which may be overwritten while it is read; None without one.
 
         If ``find`` still returns the same publication afterwards, it was not overwritten.
         """
         version = self.newest
         publication = self.find(version) if version is not None else None
-        return Reading(publication, self.wake) if publication is not None else None
+        return VersionReading(publication, self.wake) if publication is not None else None
 
     def _ended(self, source: _LearnerMemory, slot: int, publication: Publication) -> None:
         source.slots.end(slot)
@@ -289,12 +282,7 @@ class Versions:
             raise PublishError("this learner has not opened a memory")
         return self._sources[-1]
 
-    @property
-    def changed(self) -> asyncio.Event:
-        """Event that is set when decisions may change."""
-        return self._changed
-
     def wake(self) -> None:
         """Wake everything that waits on ``changed``."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()

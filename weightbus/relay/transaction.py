@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import assert_never
 
-from slipstream.weightbus.relay.course import LIVE, STAGED, Course, Phase, is_check_due
-from slipstream.weightbus.relay.laps import Laps
 from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.phase_times import PhaseTimes
 from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.publish_state import LIVE, STAGED, Phase, PublishState, is_check_due
 from slipstream.weightbus.relay.transports.base import (
     MembersFailedError,
     T,
@@ -20,7 +20,7 @@ from slipstream.weightbus.relay.transports.base import (
     each,
     slowest,
 )
-from slipstream.weightbus.version.engine_checksums import check_same, holder_of
+from slipstream.weightbus.version.engine_checksums import check_same, engine_layout_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import (
@@ -51,7 +51,7 @@ class Transaction:
         self._check_every = engine_check_every
         self._now = now
         self._all = list(members)
-        self._course = Course(members, LIVE if transport.writes_live else STAGED)
+        self._state = PublishState(members, LIVE if transport.writes_live else STAGED)
         self._num_in_flight: dict[str, int] = {}
         self._digest = ""
         self._digests: dict[str, str] = {}
@@ -60,7 +60,7 @@ class Transaction:
     async def run(self) -> PublishRecord:
         """Run all phases. Failures of engines and agents do not raise: they are in the record."""
         version, at_s, started_s = self._publication.version, time.time(), self._now()
-        laps = Laps(self._now)
+        times = PhaseTimes(self._now)
         for member in self._all:
             member.receiving = version
             member.num_publishes += 1
@@ -69,8 +69,8 @@ class Transaction:
             )
         adopted: dict[str, float] = {}
         try:
-            await self._phases(laps)
-            for member in self._course.members:
+            await self._phases(times)
+            for member in self._state.members:
                 member.holds(version)
                 member.failure = ""
                 adopted[member.name] = self._now() - started_s
@@ -84,17 +84,17 @@ class Transaction:
             version=version,
             at_s=at_s,
             adopted_by=adopted,
-            failed={member.name: reason for member, reason in self._course.failed.items()},
+            failed={member.name: reason for member, reason in self._state.failed.items()},
             num_in_flight=self._num_in_flight,
             digest=self._digest,
             engine_digests=self._digests,
-            phase_seconds=laps.seconds,
+            phase_seconds=times.seconds,
             num_bytes=self._publication.snapshot.layout.num_bytes,
             fetched_bytes=dict(self._transport.fetched_bytes),
             transports={member.name: self._transport.name for member in self._all},
         )
 
-    async def _phases(self, laps: Laps) -> None:
+    async def _phases(self, times: PhaseTimes) -> None:
         publication = self._publication
         publication.begin_digests()
         manifest = publication.undigested
@@ -102,8 +102,8 @@ class Transaction:
             manifest = await publication.manifest()
         if self._transport.writes_live:  # begin now, not while engines are paused
             for member in [m for m in self._all if m.is_checked]:
-                publication.begin_checksums(holder_of(member.join))
-        laps.lap("digest")
+                publication.begin_checksums(engine_layout_of(member.join))
+        times.lap("digest")
         names = {
             Phase.OFFER: "offer",
             Phase.PREPARE: self._transport.prepare_phase,
@@ -113,19 +113,19 @@ class Transaction:
             Phase.VERIFY: "verify",
             Phase.COMMIT: "commit",
         }
-        course = self._course
-        while (phase := course.phase) is not None:
-            course.done(await self._do(phase, manifest))
-            if course.phase is not phase and phase in names:
+        state = self._state
+        while (phase := state.phase) is not None:
+            state.done(await self._do(phase, manifest))
+            if state.phase is not phase and phase in names:
                 within = {
                     Phase.PREPARE: self._transport.within_prepare,
                     Phase.ADOPT: self._within_adopt,
                 }
-                laps.lap(names[phase], within.get(phase))
+                times.lap(names[phase], within.get(phase))
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
         """Run a phase with all remaining members; return the failed ones with reasons."""
-        members, name = self._course.members, self._transport.name
+        members, name = self._state.members, self._transport.name
         try:
             match phase:
                 case Phase.OFFER:
@@ -155,7 +155,7 @@ class Transaction:
         return {}
 
     async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, str]:
-        return (await each(self._course.members, work))[1]
+        return (await each(self._state.members, work))[1]
 
     async def _adopt(self, member: Member) -> None:
         publication = self._publication
@@ -174,33 +174,33 @@ class Transaction:
 
     async def _verify(self, member: Member) -> None:
         """Compare the engine's checksums, if a check is due that ``Commit`` cannot do."""
-        holder = holder_of(member.join)
-        if not member.is_checked or self._publication.digest_expected(holder):
+        engine_layout = engine_layout_of(member.join)
+        if not member.is_checked or self._publication.digest_expected(engine_layout):
             return
         outcome = await member.request(lambda n: Verify(command_id=n, wants="digest"))
-        expected = await self._publication.expected(holder)  # computed meanwhile
-        if self._publication.digest_expected(holder) != outcome.digest:
+        expected = await self._publication.expected(engine_layout)  # computed meanwhile
+        if self._publication.digest_expected(engine_layout) != outcome.digest:
             asked = await member.request(lambda n: Verify(command_id=n, wants="checksums"))
             check_same(expected, asked.checksums)
         self._digests[member.name] = outcome.digest
 
     async def _commit(self, member: Member) -> None:
         """Switch the engine to the version, if its checksums are the expected ones."""
-        holder, version = holder_of(member.join), self._publication.version
+        engine_layout, version = engine_layout_of(member.join), self._publication.version
         probe = self._publication.probe
         is_verified = not member.is_checked or member.name in self._digests
-        digest = "" if is_verified else self._publication.digest_expected(holder)
+        digest = "" if is_verified else self._publication.digest_expected(engine_layout)
         outcome = await member.request(
             lambda n: Commit(command_id=n, version=version, digest=digest, probe=probe)
         )
         if outcome.checksums:
-            check_same(await self._publication.expected(holder), outcome.checksums)
+            check_same(await self._publication.expected(engine_layout), outcome.checksums)
         if digest:
             self._digests[member.name] = digest
 
     async def _abandon(self) -> None:
         """Release members that were left out: the relay's end first. Torn engines stay paused."""
-        failed = self._course.failed
+        failed = self._state.failed
         if not failed:
             return
         await self._transport.close()

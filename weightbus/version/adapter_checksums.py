@@ -10,7 +10,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums, host_checksum
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    expected_checksums,
+    host_checksum,
+)
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.models.families.registry import checksum_name
 
@@ -29,20 +33,18 @@ def are_adapters(names: Iterable[str]) -> bool:
     return all(_NAME.fullmatch(name) for name in names)
 
 
-def expected_of_version(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
+def expected_of_version(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine with a version of weights or of adapters."""
     compute = expected_adapter_checksums if are_adapters(tensors) else expected_checksums
     return compute(tensors, of)
 
 
-def expected_adapter_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
+def expected_adapter_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
-    Args:
-        tensors: A and B, or their bits, by PEFT's names; not copied.
-        of: Layout of the engine; None for one rank.
+    ``tensors`` are A and B by PEFT's names, not copied. Without a layout the engine is one rank.
     """
-    of = of or Holder()
+    of = of or EngineLayout()
     expected: dict[str, str] = {}
     bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
     for name, parts in _kept(bits).items():

@@ -23,7 +23,7 @@ from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
 _ROWS_AT_A_TIME = 256
 
 
-class Holder(NamedTuple):
+class EngineLayout(NamedTuple):
     """Layout of the tensors of an engine: engines of one kind hold the same."""
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -36,19 +36,18 @@ class Holder(NamedTuple):
         return rank % count, count
 
 
-def holder_of(join: Join) -> Holder:
+def engine_layout_of(join: Join) -> EngineLayout:
     """Return the layout of the tensors of a member's engine."""
-    return Holder(join.device, join.num_ranks, join.attention_groups or 1)
+    return EngineLayout(join.device, join.num_ranks, join.attention_groups or 1)
 
 
-def expected_checksums(tensors: Tensors, of: Holder | None = None) -> dict[str, str]:
+def expected_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
     """Return the checksum of every tensor of an engine, by ``checksum_name``.
 
-    Args:
-        tensors: Tensors or their bits, by Hugging Face name; not copied.
-        of: Layout of the engine; None for one rank on a CPU.
+    ``tensors`` are by Hugging Face name and not copied. Without a layout the engine is one rank on
+    a CPU.
     """
-    of = of or Holder()
+    of = of or EngineLayout()
     fused: dict[str, list[tuple[EngineTensor, Bits]]] = {}
     for name, tensor in tensors.items():
         place = engine_tensor(name, tensors)

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.weightbus.version.digests import DigestKind, digest_of
-from slipstream.weightbus.version.layout import (
-    bucket_offsets,
-    part_layout,
-    plan_layout,
-    tensor_offsets,
-)
+from slipstream.weightbus.version.layout import bucket_offsets, part_layout, tensor_offsets
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -32,19 +27,6 @@ class WeightSnapshot:
     layout: WeightManifest
     memory: Tensor
     part: int = 0
-
-    @classmethod
-    def of(
-        cls, version: PolicyVersion, tensors: Mapping[str, Tensor], *, bucket_bytes: int
-    ) -> "WeightSnapshot":
-        """Copy tensors into new memory."""
-        layout = plan_layout(
-            (tensor_spec(*item) for item in tensors.items()), bucket_bytes=bucket_bytes
-        )
-        snapshot = cls(version, layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
-        for name, view in snapshot.tensors.items():
-            view.copy_(tensors[name])
-        return snapshot
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -71,10 +53,6 @@ class WeightSnapshot:
 
         with ThreadPoolExecutor(threads) as pool:
             return dict(pool.map(digest, self._own.tensors))
-
-    def manifest(self, kind: DigestKind = "xxh3") -> WeightManifest:
-        """Return the manifest of a version with one part, with a digest per tensor."""
-        return with_digests(self.layout, self.version, self.digests(kind))
 
     @cached_property
     def _own(self) -> WeightManifest:
@@ -115,8 +93,3 @@ def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
         views[spec.name] = part.view(getattr(torch, spec.dtype)).view(spec.shape)
         at += spec.num_bytes
     return views
-
-
-def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
-    """Return the spec of a tensor, without a digest."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

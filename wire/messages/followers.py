@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from slipstream.wire.messages.bounds import ByName, Count, Name, Text
-from slipstream.wire.messages.weightbus import EngineName, Receive, RelayAddress
+from slipstream.wire.messages.weightbus import EngineName, ReceiveVersion, RelayAddress
 
 NodeNumber = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # 0 is the leader
 HostName = Annotated[str, msgspec.Meta(max_length=255)]
@@ -86,7 +86,7 @@ class FetchToo(FollowerMessage, frozen=True):
     """Get a version into the memory of this host, as the leader does; check every digest."""
 
     command_id: Count
-    receive: Receive
+    receive: ReceiveVersion
     relay: RelayAddress
     may_be_read: bool = False  # the memory, by ranks that load an earlier version: take other
 

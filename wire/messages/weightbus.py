@@ -1,8 +1,8 @@
 """Messages of the weight bus: the relay's commands to each generator's agent, and answers.
 
 A publish is a transaction: offer -> transfer -> verify -> commit -> adopt. The relay drives it with
-one command at a time per member; every command is answered by one Outcome that carries the
-command's number. A version that agents receive needs two, Receive and Adopt.
+one command at a time per member; every command is answered by one CommandOutcome that carries the
+command's number. A version that agents receive needs two, ReceiveVersion and Adopt.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class Join(BusMessage, frozen=True):
-    """An agent's request for weights; repeated as its heartbeat, answered by Heard."""
+    """An agent's request for weights; repeated as its heartbeat, answered by JoinAcknowledged."""
 
     name: EngineName
     incarnation: EngineName  # differs after each restart of the engine
@@ -82,17 +82,17 @@ class Leave(BusMessage, frozen=True):
     name: EngineName
 
 
-class Outcome(BusMessage, frozen=True):
+class CommandOutcome(BusMessage, frozen=True):
     """The answer to one command."""
 
     command_id: Count
     error: Text = ""  # empty is success
     num_in_flight: Count = 0  # generations in flight, with the answer to Pause or Adopt
-    num_bytes: Count = 0  # bytes over bulk sockets, with the answer to Receive
+    num_bytes: Count = 0  # bytes over bulk sockets, with the answer to ReceiveVersion
     # Digest of the checksums of all tensors in the engine, after Verify or Adopt.
     digest: Name = ""
     checksums: ByName[Name] = {}  # those, by the engine's tensor name, where it is about names
-    phase_seconds: ByName[Figure] = {}  # seconds by PUBLISH_PHASES, within Receive and Adopt
+    phase_seconds: ByName[Figure] = {}  # seconds by PUBLISH_PHASES, within ReceiveVersion and Adopt
 
 
 class FetchBucket(BusMessage, frozen=True):
@@ -110,7 +110,7 @@ class FetchBucket(BusMessage, frozen=True):
 # ---- relay to agent ----------------------------------------------------------
 
 
-class Heard(BusMessage, frozen=True):
+class JoinAcknowledged(BusMessage, frozen=True):
     """The answer to a heartbeat."""
 
     relay: Name  # differs after each restart of the relay
@@ -143,7 +143,7 @@ class Offer(BusMessage, frozen=True):
     transport: TransportName = "collective"
 
 
-class Receive(BusMessage, frozen=True):
+class ReceiveVersion(BusMessage, frozen=True):
     """Get a version into this host's memory, or find it on disk; check every digest.
 
     The agent refuses tensors that are not its model's.
@@ -170,8 +170,8 @@ class Admit(BusMessage, frozen=True):
     keys: Several[Name]  # public keys (Z85) of other engines
 
 
-class EncodedReceive(BusMessage, frozen=True, tag=Receive.__name__.lower()):
-    """The bytes of a ``Receive``, with a manifest that was encoded once for all members."""
+class EncodedReceive(BusMessage, frozen=True, tag=ReceiveVersion.__name__.lower()):
+    """The bytes of a ``ReceiveVersion``, with a manifest that was encoded once for all members."""
 
     command_id: Count
     manifest: msgspec.Raw
@@ -249,16 +249,16 @@ Command: TypeAlias = (
     OpenGroup
     | Abandon
     | Offer
-    | Receive
+    | ReceiveVersion
     | Admit
     | Pause
     | LoadBucket
     | Adopt
     | Verify
     | Commit
-    | Heard
+    | JoinAcknowledged
 )
-AgentMessage: TypeAlias = Join | Leave | Outcome
+AgentMessage: TypeAlias = Join | Leave | CommandOutcome
 
 
 PUBLISH_PHASES = (  # in their order

@@ -15,7 +15,7 @@ _SETTING = "run.model"
 
 def observe_model(folder: Path, hf: HfConfig) -> tuple[list[Fact], dict[str, str]]:
     """Return the facts of a model folder, and digests by part."""
-    from slipstream.learner.model.hf_tensors import HfTensors  # torch
+    from slipstream.learner.model.weights.hf_tensors import HfTensors  # torch
     from slipstream.weightbus.agent.weight_files import check_weight_files  # safetensors
 
     facts, digests = [], {}

@@ -35,8 +35,8 @@ from slipstream.algos.reduce import masked_sum  # noqa: E402
 from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack  # noqa: E402
 from slipstream.learner.config import LearnerSection  # noqa: E402
 from slipstream.learner.model.gpt import build_model  # noqa: E402
-from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology  # noqa: E402
+from slipstream.learner.model.weights.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.training.policy import Policy  # noqa: E402
 from slipstream.wire.errors import ConfigError, SlipstreamError  # noqa: E402
 from slipstream.wire.messages.trajectory import Prompt  # noqa: E402

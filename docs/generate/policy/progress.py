@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+from slipstream.learner.checkpoints.files import Save, prepare_folder
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
 from slipstream.learner.checkpoints.loading import load_checkpoint
 from slipstream.learner.model.topology import Topology
@@ -110,9 +110,10 @@ class Progress:
             tensor_parallel=self._topology.sizes.tensor,
             packages={},
         )
-        kept = save_checkpoint(policy, self._topology, self.folder, info, lambda: b"")
+        save = Save(policy, self._topology, self.folder, info, lambda: b"", timeout_s=900.0)
+        save.wait()
         for path in self.folder.glob("step-*"):
-            if path != kept:
+            if path != save.path:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:

@@ -16,13 +16,14 @@ from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.model_digests import short_digest
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection
 from tests.support.bus.engine import random_tensors
+from tests.support.bus.snapshots import tensor_spec
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,11 +19,12 @@ from slipstream.weightbus.transports import TRANSPORTS, TransportEntry
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
+from tests.support.bus.snapshots import tensor_spec
 from tests.support.waiting import HANG_S, NEVER_S
 
 

@@ -16,7 +16,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.net.curve import RemoteListener
-from slipstream.weightbus.net.proofs import Refusals
+from slipstream.weightbus.net.proofs import DoorRefusals
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.versions import PolicyVersion
@@ -50,7 +50,7 @@ class WatchedListener(RemoteListener):
 
     def __init__(self, listen: str, *, is_plain: bool = False) -> None:
         self.traffic = Traffic()
-        super().__init__(listen, is_plain=is_plain, refusals=Refusals(self.traffic))
+        super().__init__(listen, is_plain=is_plain, refusals=DoorRefusals(self.traffic))
         self._num_by_curve = 0
 
     @property

@@ -13,18 +13,19 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.deltas import Deltas
+from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.part import PartRelay
-from slipstream.weightbus.relay.parts import Parts
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.relay import OpenMemory, ServeHead
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord, RelayAddress
 from tests.support.bus.remote import EPOCH, TENSORS, Bulk, client_key, running
+from tests.support.bus.snapshots import tensor_spec
 from tests.support.waiting import NEVER_S, until_async
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -60,9 +61,8 @@ class TwoHosts:
         self.near = RelayAddress(
             endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk"
         )
-        self.deltas_of_part = Deltas(
-            self.others, most_steps=8, most_bytes=1 << 20, wait_s=NEVER_S, holds=False
-        )
+        deltas = WeightBusSection(timeout_s=2 * NEVER_S)
+        self.deltas_of_part = Deltas(self.others, deltas, holds=False)
         self.part_listener = RemoteListener(ANY_PORT, is_plain=is_plain)
         self.part = PartRelay(
             1,

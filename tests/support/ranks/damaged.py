@@ -16,6 +16,7 @@ from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
 from tests.support.ranks.program import finish, join_ranks, run
+from tests.support.waiting import HANG_S
 
 
 def damage(path: Path, how: str) -> None:
@@ -30,11 +31,11 @@ def damage(path: Path, how: str) -> None:
 
 def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
-    from slipstream.learner.checkpoints.files import save_checkpoint
+    from slipstream.learner.checkpoints.files import Save
     from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
     from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import load_hf_weights
+    from slipstream.learner.model.weights.hf_weights import load_hf_weights
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
     from slipstream.wire.models.hf_config import load_hf_config
@@ -63,7 +64,9 @@ def main(folder: Path, work: Path) -> None:
         packages={},
         has_digests=True,
     )
-    whole = save_checkpoint(trained, topology, work, info, lambda: b"ledger")
+    save = Save(trained, topology, work, info, lambda: b"ledger", timeout_s=HANG_S)
+    save.wait()
+    whole = save.path
     load_checkpoint(policy(), topology, whole, info)
     refused: dict[str, str] = {}
     for file in sorted(whole.iterdir()):

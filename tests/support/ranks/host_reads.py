@@ -121,7 +121,7 @@ def fused_difference(build: Callable[[], object], train: Callable[[object], obje
     trained = []
     for fused in (False, True):
         policy = build()
-        optimizer = policy._trained._optimizer  # type: ignore[attr-defined]
+        optimizer = policy._optimizer  # type: ignore[attr-defined]
         train(policy)
         if fused:  # after an update, as after a checkpoint that other kernels left
             use_fused_kernels(optimizer)
@@ -167,14 +167,14 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         critic = None if policy.critic is None else Counted(policy.critic)
         for one in (policy, policy.critic):
             if one is not None:  # as on a GPU; other kernels read their steps, on the host
-                use_fused_kernels(one._trained._optimizer)
+                use_fused_kernels(one._optimizer)
         counted = Counted(policy, critic)
         for _ in range(2):
             train(counted)
         report[name] = counted.seen
         if critic is not None:
             report[f"{name}, critic"] = critic.seen
-        optimizer = policy._trained._optimizer
+        optimizer = policy._optimizer
         norms.append([float(gradient_norm(optimizer)), optimizer.get_grad_norm()])
         if name == "default":
             report["fused"] = fused_difference(

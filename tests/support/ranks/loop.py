@@ -192,7 +192,7 @@ def main(config: Path, file: Path, script: str, rank: int, *overrides: str) -> N
     leader = link if rank == 0 else None
     fetching = link if topology.leads_replica else None
     folder = config.parent
-    coordinator = Coordinator(leader, topology, ScriptedStop(folder, scripted.stops_at))
+    coordinator = Coordinator(leader, ScriptedStop(folder, scripted.stops_at))
     acts = Acts(scripted.acts, rank, folder)
 
     class Probed(Health):

@@ -57,7 +57,7 @@ def publish_adapters(policy: "Policy", topology: "Topology", file: Path) -> None
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora: str) -> None:
     learner = section_of(layout, lr=2e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
 
     everything = train_sequences()

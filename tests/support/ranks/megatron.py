@@ -21,7 +21,7 @@ from tests.support.tiny_models import sequences
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     topology = join_ranks(work, rank, world_size, section_of(layout))
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import (
+    from slipstream.learner.model.weights.hf_weights import (
         export_hf_weights,
         load_hf_weights,
         save_hf_folder,

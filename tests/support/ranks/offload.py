@@ -58,10 +58,10 @@ def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training import trainable
-    from slipstream.learner.training.passes import Passes
+    from slipstream.learner.training.passes import ModelPasses
 
     everything = train_sequences()
     batch, plan = pack(everything, device.device()), whole_plan(everything)
@@ -76,8 +76,8 @@ def main(folder: Path, work: Path) -> None:
 
         return call
 
-    Passes.forward = observed("forward", Passes.forward)  # type: ignore[method-assign]
-    Passes.train = observed("train", Passes.train)  # type: ignore[method-assign]
+    ModelPasses.forward = observed("forward", ModelPasses.forward)  # type: ignore[method-assign]
+    ModelPasses.train = observed("train", ModelPasses.train)  # type: ignore[method-assign]
     trainable.step_with = observed("update", trainable.step_with)
 
     report: dict[str, object] = {}
@@ -123,7 +123,7 @@ def _held(policy: "Policy") -> set[str]:
     """Return the kinds of tensors on the device, by model."""
     assert policy.critic is not None
     assert policy.reference is not None
-    models = {"policy": policy._trained, "critic": policy.critic._trained}
+    models = {"policy": policy, "critic": policy.critic}
     kinds = {
         f"{name} {kind}"
         for name, model in models.items()

@@ -32,7 +32,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
 
     everything = train_sequences()
     lengths = [len(one.token_ids) for one in everything]
-    first, second = plan_step(lengths, replicas=1, minibatches=2, max_tokens=sum(lengths))
+    first, second = plan_step(lengths, lengths, replicas=1, minibatches=2, max_tokens=sum(lengths))
     report = {}
     for replay in REPLAYS:
         algo = {"anchor": "behavior", "correction": "none"}

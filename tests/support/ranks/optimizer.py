@@ -4,15 +4,21 @@ Usage: optimizer MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.learner.batches.packing import pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
 from tests.support.ranks.program import finish, join_ranks, run
+
+if TYPE_CHECKING:
+    from slipstream.learner.training.policy import Policy
 
 SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"lr_warmup_steps": 3},
@@ -29,10 +35,34 @@ SCHEDULES: dict[str, dict[str, object]] = {
 }
 
 
+# With this epsilon Adam is linear in the gradient, so that clipping and momentum show.
+LINEAR: dict[str, object] = {"lr": 10.0, "adam_epsilon": 1e3, "clip_grad": 0.0}
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def moves(policy: "Policy", *halves: Sequence[TrainTrajectory]) -> list[torch.Tensor]:
+    """Return how a step of each of the halves moves a weight."""
+    from slipstream.learner.model.weights.hf_weights import export_hf_weights
+    from slipstream.learner.training.step import train_step
+    from slipstream.wire.process.phases import PhaseClock
+
+    weights = [dict(export_hf_weights(policy.model))[NAME].clone()]
+    for half in halves:
+        batch, plan = pack(half, device.device()), whole_plan(half)
+        train_step(policy, [[batch]], [plan], random_outcomes(half), algorithm(), PhaseClock())
+        policy.end_step()
+        weights.append(dict(export_hf_weights(policy.model))[NAME].clone())
+    return [after - before for before, after in pairwise(weights)]
+
+
+def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((measured - expected).norm() / expected.norm())
+
+
 def main(folder: Path, work: Path) -> None:
     topology = join_ranks(work, 0, 1, LearnerSection())
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import export_hf_weights, load_hf_weights
+    from slipstream.learner.model.weights.hf_weights import export_hf_weights, load_hf_weights
     from slipstream.learner.training.critic import Critic, with_value_head
     from slipstream.learner.training.policy import Policy
     from slipstream.learner.training.step import train_step
@@ -74,28 +104,34 @@ def main(folder: Path, work: Path) -> None:
             decay_steps=6,
         )
         both = policy(critic, **settings)
-        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic._trained.lr]}
+        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic.lr]}
         for trained_policy in (False, True):
             both.end_step(trained_policy=trained_policy)
             values["policy"].append(both.lr)
-            values["critic"].append(critic._trained.lr)
+            values["critic"].append(critic.lr)
         return values
 
     before, plain, _ = step(lr=1e-2, weight_decay=0.0)
     _, decayed, _ = step(lr=1e-2, weight_decay=0.5)
-    decay = {name: (decayed[name] - plain[name] + 1e-2 * 0.5 * before[name]) for name in before}
-    # With this epsilon Adam is linear in the gradient, so that clipping shows.
-    linear = {"lr": 10.0, "adam_epsilon": 1e3}
-    _, free, norm = step(clip_grad=0.0, **linear)
-    _, clipped, norm_again = step(clip_grad=norm / 4, **linear)
-    name = "model.layers.0.mlp.down_proj.weight"
+    decay = dict.fromkeys(before, decayed[NAME] - plain[NAME] + 0.01 * 0.5 * before[NAME])
+    _, free, norm = step(**LINEAR)
+    _, clipped, norm_again = step(**LINEAR | {"clip_grad": norm / 4})
+    halves = everything[::2], everything[1::2]
+    first, second = moves(policy(adam_beta1=0.0, **LINEAR), *halves)
+    # Bias correction makes the first equal; the second is the mean weighted by 0.75 and 1.
+    begun, carried = moves(policy(adam_beta1=0.75, **LINEAR), *halves)
     report = {
         "not_decayed": sorted(n for n in before if plain[n].equal(decayed[n])),
         "decay_error": {n: float(d.abs().max()) for n, d in decay.items()},
         "norms": [norm, norm_again],
         "clipped_share": float(
-            (clipped[name] - before[name]).norm() / (free[name] - before[name]).norm()
+            (clipped[NAME] - before[NAME]).norm() / (free[NAME] - before[NAME]).norm()
         ),
+        "momentum_errors": [
+            relative_error(begun, first),
+            relative_error(carried, (0.75 * first + second) / 1.75),
+            relative_error(carried, second),
+        ],
         "rates": {schedule: rates(settings) for schedule, settings in SCHEDULES.items()},
         "warming": rates_after_the_critic_alone(),
     }

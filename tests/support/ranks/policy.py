@@ -35,6 +35,7 @@ from tests.support.published_parts import written_tensors
 from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
 from tests.support.tiny_models import sequences
+from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
@@ -239,7 +240,7 @@ def restored_reference(
     batches: Sequence[PackedBatch],
 ) -> dict[str, float]:
     """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
-    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+    from slipstream.learner.checkpoints.files import Save, prepare_folder
     from slipstream.learner.checkpoints.loading import load_checkpoint
     from slipstream.learner.starting_policy import build_policy
 
@@ -247,13 +248,15 @@ def restored_reference(
     if topology.rank == 0:
         prepare_folder(work / "checkpoints")
     torch.distributed.barrier()
-    saved = save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
+    folder = work / "checkpoints"
+    save = Save(policy, topology, folder, info, lambda: b"ledger", timeout_s=HANG_S)
+    save.wait()
     again = build_policy(settings, algorithm_of(settings), topology)
     assert policy.reference is not None
     assert again.reference is not None
     ours = policy.reference.logprobs(batches)
     made_anew = distance(again.reference.logprobs(batches), ours)
-    load_checkpoint(again, topology, saved, info)
+    load_checkpoint(again, topology, save.path, info)
     return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
 
 
@@ -276,7 +279,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.wire.models.hf_config import load_hf_config
 

@@ -83,7 +83,7 @@ def main() -> None:
         with BackgroundLoop() as loop:
             link = FollowedLink(loop, settings, clock)
             try:
-                coordinator = Coordinator(link, topology, StopRequest())
+                coordinator = Coordinator(link, StopRequest())
                 LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
             finally:
                 link.close()

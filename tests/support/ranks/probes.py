@@ -51,7 +51,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
     orders = json.loads(order)
     learner = section_of(layout)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.publish.contents import AdaptersAlone, WholeModel
+    from slipstream.learner.publish.contents import AdaptersAlone, Contents
     from slipstream.learner.publish.weight_writer import WeightWriter
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.probe import Probe
@@ -64,7 +64,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
     everything = random_sequences(policy.model.hf_config.vocab_size)
     plans, batches = planned(everything, learner, topology, minibatches=1, max_tokens=64)
 
-    contents = AdaptersAlone(policy.model) if lora.is_named else WholeModel(policy.model)
+    contents = AdaptersAlone(policy.model) if lora.is_named else Contents(policy.model)
     policy.bring_weights()
     writer = WeightWriter(policy.model, topology, bucket_bytes=1 << 16, contents=contents)
     probe = Probe(policy, bus, seed="a")

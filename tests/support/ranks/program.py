@@ -87,8 +87,10 @@ def planned(
     max_tokens: int,
 ) -> tuple[list[MinibatchPlan], list[list[PackedBatch]]]:
     """Return the plans of the minibatches of a step, and the microbatches of this replica."""
+    lengths = [len(one.token_ids) for one in sequences]
     plans = plan_step(
-        [len(one.token_ids) for one in sequences],
+        lengths,
+        lengths,
         replicas=topology.data_parallel,
         minibatches=minibatches,
         max_tokens=max_tokens,

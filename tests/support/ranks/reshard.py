@@ -18,15 +18,16 @@ from slipstream.wire.process.phases import PhaseClock
 from tests.support.ranks.policy import checkpoint_info, random_outcomes, train_sequences
 from tests.support.ranks.program import join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
+from tests.support.waiting import HANG_S
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *others: Path) -> None:
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
-    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+    from slipstream.learner.checkpoints.files import Save, prepare_folder
     from slipstream.learner.checkpoints.loading import load_checkpoint
-    from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.policy import Policy
 
@@ -57,7 +58,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *oth
             prepare_folder(work / "checkpoints")
         torch.distributed.barrier()
         info = checkpoint_info(policy, settings, topology, has_critic=True)
-        save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
+        saved = work / "checkpoints"
+        Save(policy, topology, saved, info, lambda: b"ledger", timeout_s=HANG_S).wait()
         train(policy, 1, "next")
     torch.distributed.barrier()
     destroy_topology()

@@ -24,7 +24,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
     learner = section_of(layout)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.gpt import build_model
-    from slipstream.learner.model.hf_weights import (
+    from slipstream.learner.model.weights.hf_weights import (
         export_hf_weights,
         load_hf_weights,
         save_hf_folder,

@@ -1,7 +1,5 @@
 """What one rank's coordinator asks; tests/integration has several ranks."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from slipstream.learner.batches.orders import Rejection, StopTraining
@@ -10,7 +8,6 @@ from slipstream.learner.stop import StopRequest
 from slipstream.wire.messages.broker import BatchNotReady, StepCommitted
 from slipstream.wire.messages.versions import PolicyVersion
 
-ALONE = SimpleNamespace(rank=0, world_size=1)
 GRANTED = PolicyVersion(7, 4)
 
 
@@ -50,7 +47,7 @@ def leader() -> Leader:
 
 
 def of(leader: Leader, stop: StopRequest | None = None) -> Coordinator:
-    return Coordinator(leader, ALONE, stop or StopRequest())  # type: ignore[arg-type]  # a fake
+    return Coordinator(leader, stop or StopRequest())  # type: ignore[arg-type]  # a fake
 
 
 def test_a_take_over_returns_the_granted_version_and_whether_weights_are_wanted(leader: Leader):

@@ -27,7 +27,7 @@ from slipstream.weightbus.relay.transports.base import (
     all_of,
 )
 from slipstream.wire.errors import ConfigError, PublishError
-from slipstream.wire.messages.weightbus import Join, LoadBucket, OpenGroup, Outcome
+from slipstream.wire.messages.weightbus import CommandOutcome, Join, LoadBucket, OpenGroup
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001  # the next bucket moves meanwhile
@@ -161,7 +161,7 @@ class _Sent:
         self.num_buckets = num_buckets
         self._members = members
         self._group_name = group_name
-        self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
+        self._outcomes: list[dict[Member, asyncio.Future[CommandOutcome]]] = []
 
     def request(self, *, up_to: int) -> None:
         """Request that engines load further buckets, up to but not including ``up_to``."""
@@ -171,7 +171,7 @@ class _Sent:
             def command(number: int, index: int = index) -> LoadBucket:
                 return LoadBucket(command_id=number, index=index, group_name=self._group_name)
 
-            outcomes: dict[Member, asyncio.Future[Outcome]] = {}
+            outcomes: dict[Member, asyncio.Future[CommandOutcome]] = {}
             self._outcomes.append(outcomes)
             for member in self._members:
                 outcomes[member] = member.send(command)
@@ -196,7 +196,7 @@ class _Sent:
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 
 
-def _has_failed(future: asyncio.Future[Outcome]) -> bool:
+def _has_failed(future: asyncio.Future[CommandOutcome]) -> bool:
     if not future.done() or future.cancelled():
         return False
     return future.exception() is not None or bool(future.result().error)

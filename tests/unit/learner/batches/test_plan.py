@@ -1,4 +1,5 @@
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 import pytest
@@ -9,7 +10,18 @@ from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import SequenceCost
 
+LINEAR = SequenceCost()
 ATTENTION = SequenceCost(linear=1.0, quadratic=1 / 50)  # as much as the rest at a length of 50
+
+
+def planned(
+    num_tokens: Sequence[int],
+    *,
+    cost: SequenceCost = LINEAR,
+    **others: Any,  # noqa: ANN401 those of plan_step
+) -> tuple[MinibatchPlan, ...]:
+    """Plan trajectories whose work is estimated from their lengths."""
+    return plan_step(num_tokens, [cost.flops(int(n)) for n in num_tokens], **others)
 
 
 def loads(plan: MinibatchPlan, num_tokens: list[int]) -> list[int]:
@@ -35,7 +47,7 @@ def requests(draw: st.DrawFn) -> Request:
         replicas=replicas,
         minibatches=draw(st.integers(1, 3)),
         max_tokens=draw(st.sampled_from([1, 60, 100, 400, 10_000])),
-        cost=draw(st.sampled_from([SequenceCost(), ATTENTION])),
+        cost=draw(st.sampled_from([LINEAR, ATTENTION])),
         coupled=draw(st.booleans()),
         multiple_of=draw(st.integers(1, 4)),
         stages=draw(st.integers(1, 4)),
@@ -45,7 +57,7 @@ def requests(draw: st.DrawFn) -> Request:
 @given(requests())
 def test_every_trajectory_is_trained_once_by_a_microbatch_of_its_minibatch(request: Request):
     lengths, start = request["num_tokens"], 0
-    for plan in plan_step(**request):
+    for plan in planned(**request):
         end = start + len(plan.members)
         assert sorted(plan.members) == list(range(start, end))
         assert len(plan.microbatches) == request["replicas"]
@@ -61,7 +73,7 @@ def test_every_trajectory_is_trained_once_by_a_microbatch_of_its_minibatch(reque
 def test_coupled_replicas_have_one_number_of_microbatches_and_others_no_empty_ones(
     request: Request,
 ):
-    for plan in plan_step(**request):
+    for plan in planned(**request):
         numbers = {len(share) for share in plan.microbatches}
         if request["coupled"]:
             (number,) = numbers
@@ -72,7 +84,7 @@ def test_coupled_replicas_have_one_number_of_microbatches_and_others_no_empty_on
 
 @given(requests())
 def test_a_replica_has_empty_microbatches_only_where_each_trajectory_has_its_own(request: Request):
-    for plan in plan_step(**request):
+    for plan in planned(**request):
         for share in plan.microbatches:
             assert all(share) or max(map(len, share)) == 1
 
@@ -81,7 +93,7 @@ def test_a_microbatch_that_a_trade_emptied_is_filled_again():
     lengths = [58, 117, 1, 120, 1, 120, 120, 62, 1, 120, 85, 120, 120, 1, 1, 1, 22, 8, 1, 120, 104]
     lengths += [63, 120, 1, 1, 120, 120, 120, 1, 120, 1, 81, 1, 1, 1, 120, 120, 8, 120, 1, 1, 5, 1]
     lengths += [120, 108, 120, 120, 120, 93, 120, 120, 120, 12, 1, 1, 1, 51, 120]
-    for plan in plan_step(
+    for plan in planned(
         lengths,
         replicas=4,
         minibatches=3,
@@ -96,7 +108,7 @@ def test_a_microbatch_that_a_trade_emptied_is_filled_again():
 
 @given(requests())
 def test_equal_arguments_give_equal_plans(request: Request):
-    assert plan_step(**request) == plan_step(**request)
+    assert planned(**request) == planned(**request)
 
 
 @given(requests())
@@ -105,7 +117,7 @@ def test_without_a_bound_on_tokens_no_replica_exceeds_the_mean_by_more_than_one_
 ):
     request["max_tokens"] = sum(request["num_tokens"])
     work = [request["cost"].flops(length) for length in request["num_tokens"]]
-    for plan in plan_step(**request):
+    for plan in planned(**request):
         mine = [sum(work[i] for one in share for i in one) for share in plan.microbatches]
         mean = sum(mine) / len(mine)
         assert max(mine) <= (mean + max(work[i] for i in plan.members)) * (1 + 1e-9)
@@ -114,7 +126,7 @@ def test_without_a_bound_on_tokens_no_replica_exceeds_the_mean_by_more_than_one_
 @given(requests())
 def test_small_microbatches_are_at_both_ends(request: Request):
     work = [request["cost"].flops(length) for length in request["num_tokens"]]
-    for plan in plan_step(**request):
+    for plan in planned(**request):
         for share in plan.microbatches:
             sizes = [sum(work[i] for i in one) for one in share]
             largest = sizes.index(max(sizes))
@@ -123,7 +135,7 @@ def test_small_microbatches_are_at_both_ends(request: Request):
 
 
 @pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("cost", [SequenceCost(), ATTENTION], ids=["tokens", "attention"])
+@pytest.mark.parametrize("cost", [LINEAR, ATTENTION], ids=["tokens", "attention"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("replicas", [2, 8, 16])
 def test_flops_of_replicas_are_equal_to_a_hundredth(
@@ -131,7 +143,7 @@ def test_flops_of_replicas_are_equal_to_a_hundredth(
 ):
     drawn = np.random.default_rng(seed).lognormal(np.log(30), 0.8, 32 * replicas)
     lengths = np.clip(drawn, 1, 200).astype(int).tolist()
-    (plan,) = plan_step(
+    (plan,) = planned(
         lengths, replicas=replicas, minibatches=1, max_tokens=256, cost=cost, coupled=coupled
     )
     work = [
@@ -142,9 +154,9 @@ def test_flops_of_replicas_are_equal_to_a_hundredth(
 
 def test_attention_makes_one_long_sequence_weigh_more_than_its_tokens():
     lengths = [100, *[25] * 4, *[50] * 2]
-    (by_tokens,) = plan_step(lengths, replicas=3, minibatches=1, max_tokens=100)
+    (by_tokens,) = planned(lengths, replicas=3, minibatches=1, max_tokens=100)
     assert sorted(loads(by_tokens, lengths)) == [100, 100, 100]
-    (by_flops,) = plan_step(
+    (by_flops,) = planned(
         lengths, replicas=2, minibatches=1, max_tokens=1_000, cost=SequenceCost(1.0, 1 / 50)
     )  # 300; 4 x 37.5 and 2 x 100
     assert sorted(loads(by_flops, lengths)) == [125, 175]
@@ -152,13 +164,13 @@ def test_attention_makes_one_long_sequence_weigh_more_than_its_tokens():
 
 def test_one_sequence_heavier_than_the_mean_is_alone_and_the_others_share_the_rest():
     lengths = [100, *[10] * 9]
-    (plan,) = plan_step(lengths, replicas=4, minibatches=1, max_tokens=100, cost=ATTENTION)
+    (plan,) = planned(lengths, replicas=4, minibatches=1, max_tokens=100, cost=ATTENTION)
     assert sorted(loads(plan, lengths)) == [30, 30, 30, 100]
 
 
 def test_coupled_replicas_train_microbatches_of_like_size_in_equal_places():
     lengths = [7 * i % 97 + 4 for i in range(240)]
-    (plan,) = plan_step(
+    (plan,) = planned(
         lengths, replicas=4, minibatches=1, max_tokens=256, cost=ATTENTION, coupled=True
     )
     sizes = np.array(
@@ -170,24 +182,24 @@ def test_coupled_replicas_train_microbatches_of_like_size_in_equal_places():
 def test_numbers_of_numpy_do_not_overflow():
     lengths = np.full(64, 30_000, np.int32)
     cost = SequenceCost(linear=6e10, quadratic=6e5)
-    (plan,) = plan_step(lengths.tolist(), replicas=4, minibatches=1, max_tokens=32_768, cost=cost)
-    assert plan_step(lengths, replicas=4, minibatches=1, max_tokens=32_768, cost=cost) == (plan,)
+    (plan,) = planned(lengths.tolist(), replicas=4, minibatches=1, max_tokens=32_768, cost=cost)
+    assert planned(lengths, replicas=4, minibatches=1, max_tokens=32_768, cost=cost) == (plan,)
 
 
 def test_minibatches_follow_the_order_of_delivery():
-    first, second = plan_step([5] * 7, replicas=1, minibatches=2, max_tokens=100)
+    first, second = planned([5] * 7, replicas=1, minibatches=2, max_tokens=100)
     assert first.microbatches == (((0, 1, 2),),)
     assert second.microbatches == (((3, 4, 5, 6),),)
 
 
 def test_short_sequences_fill_what_long_ones_leave():
-    (plan,) = plan_step([60, 50, 40, 30, 20], replicas=1, minibatches=1, max_tokens=100)
+    (plan,) = planned([60, 50, 40, 30, 20], replicas=1, minibatches=1, max_tokens=100)
     assert plan.microbatches == (((0, 2), (1, 3, 4)),)
 
 
 def test_a_batch_too_small_for_all_minibatches_has_fewer_and_no_replica_goes_without():
     for count, replicas, expected in [(8, 2, 4), (7, 2, 3), (5, 2, 2), (3, 2, 1), (3, 1, 3)]:
-        plans = plan_step([9] * count, replicas=replicas, minibatches=4, max_tokens=10)
+        plans = planned([9] * count, replicas=replicas, minibatches=4, max_tokens=10)
         assert len(plans) == expected
         assert all(microbatches for plan in plans for microbatches in plan.microbatches)
         everything = [i for plan in plans for share in plan.microbatches for m in share for i in m]
@@ -196,12 +208,12 @@ def test_a_batch_too_small_for_all_minibatches_has_fewer_and_no_replica_goes_wit
 
 def test_a_batch_smaller_than_the_number_of_replicas_is_refused():
     with pytest.raises(ConfigError, match=r"2 trajectories .* 3 data-parallel .* run\.min_groups"):
-        plan_step([9, 9], replicas=3, minibatches=1, max_tokens=10)
+        planned([9, 9], replicas=3, minibatches=1, max_tokens=10)
 
 
 def test_work_that_is_given_decides_in_the_place_of_its_estimate():
     """As of trajectories of several branches, which attend to themselves alone."""
     work = [100.0, 1.0, 1.0, 1.0, 1.0, 96.0]
-    (plan,) = plan_step([10] * 6, replicas=2, minibatches=1, max_tokens=100, flops=work)
+    (plan,) = plan_step([10] * 6, work, replicas=2, minibatches=1, max_tokens=100)
     shares = [sum(work[i] for one in share for i in one) for share in plan.microbatches]
     assert max(shares) == 100.0

@@ -40,7 +40,7 @@ def drawn() -> tuple[float, list[float]]:
 def test_random_numbers_go_on_as_they_were_saved():
     state, here = saved(16), Numbers(16)
     expected = drawn()
-    assert restore(state, here, here)
+    assert restore(state, here, here.set_states)
     assert here.given == [("device", 16), {"default": 1}]
     assert drawn() == expected
 
@@ -48,6 +48,6 @@ def test_random_numbers_go_on_as_they_were_saved():
 def test_those_of_another_kind_of_device_are_left_as_they_are():
     state, here = saved(16), Numbers(5056)
     expected = drawn()
-    assert not restore(state, here, here)
+    assert not restore(state, here, here.set_states)
     assert here.given == []
     assert drawn() == expected, "all others go on"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.checkpoints.staging import Staging
+from slipstream.learner.checkpoints.staging import TensorStaging
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -24,7 +24,7 @@ def test_copies_hold_what_was_there_whatever_becomes_of_it(
 ):
     tensors = [filled(shape, dtype, seed + i) for i, (shape, dtype) in enumerate(wanted)]
     expected = [tensor.clone() for tensor in tensors]
-    copies = Staging().copy(tensors)
+    copies = TensorStaging().copy(tensors)
     for tensor in tensors:
         tensor.fill_(1)
     for copy, values in zip(copies, expected, strict=True):
@@ -34,7 +34,7 @@ def test_copies_hold_what_was_there_whatever_becomes_of_it(
 
 def test_copy_of_a_view_has_its_values_alone_and_is_saved_alone():
     whole = torch.arange(12.0, requires_grad=True).reshape(3, 4)
-    (copy,) = Staging().copy([whole.T[1:3]])
+    (copy,) = TensorStaging().copy([whole.T[1:3]])
     assert copy.tolist() == [[1, 5, 9], [2, 6, 10]]
     assert copy.is_contiguous()
     assert not copy.requires_grad
@@ -46,7 +46,7 @@ def test_copy_of_a_view_has_its_values_alone_and_is_saved_alone():
 
 
 def test_the_next_copies_take_the_memory_of_the_ones_before():
-    staging = Staging()
+    staging = TensorStaging()
     assert staging.num_bytes == 0
     first = staging.copy([torch.zeros(1000), torch.zeros(3, dtype=torch.bool)])
     places = [copy.data_ptr() for copy in first]

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.learner.model import cuda_attention as module
-from slipstream.learner.model.cuda_attention import Bounds, cuda_attention, has_kernel, taken_by
+from slipstream.learner.model.cuda_attention import (
+    AttentionBounds,
+    cuda_attention,
+    has_kernel,
+    taken_by,
+)
 from slipstream.wire.errors import ConfigError
 
 QKV_AND_BOUNDS = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
@@ -42,7 +47,7 @@ def attend(monkeypatch: pytest.MonkeyPatch, release: str) -> dict[str, Any]:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     query, key = torch.zeros(5, 4, 2), torch.zeros(5, 2, 2)
     cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
-    output = cuda_attention(query, key, key, Bounds(cu_seqlens, cu_seqlens, 3, 3), 0.5)
+    output = cuda_attention(query, key, key, AttentionBounds(cu_seqlens, cu_seqlens, 3, 3), 0.5)
     assert output.equal(torch.ones(5, 4, 2))
     return varlen.given
 
@@ -85,7 +90,7 @@ def test_flash_attn_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
     spec.loader.exec_module(with_flash)
     query, cu_seqlens = torch.zeros(5, 4, 2), torch.tensor([0, 3, 5], dtype=torch.int32)
     output = with_flash.cuda_attention(
-        query, query, query, Bounds(cu_seqlens, cu_seqlens, 3, 3), 0.5
+        query, query, query, AttentionBounds(cu_seqlens, cu_seqlens, 3, 3), 0.5
     )
     assert output.equal(torch.full((5, 4, 2), 2.0))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from slipstream.learner.gpu_variables import gpu_variables
+from slipstream.learner.main import gpu_variables
 from slipstream.learner.publish.relay_process import RelayLaunch, RelayProcess
 
 

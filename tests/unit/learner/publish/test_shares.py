@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.model.shards import ShardFacts
+from slipstream.learner.model.weights.shards import ShardFacts
 from slipstream.learner.publish.shares import Piece, Transfer, share_out
 
 

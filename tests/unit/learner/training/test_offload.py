@@ -8,7 +8,7 @@ from slipstream.learner.training.offload import Offload, Tenant
 
 
 def one_of(offload: Offload, tensors: list[Tensor], **how: bool) -> Tenant:
-    return offload.tenant("weights", lambda: tensors, **how)
+    return offload.take("weights", Tenant(lambda: tensors, **how))
 
 
 def host_memory(tenant: Tenant, tensors: list[Tensor]) -> list[int]:

@@ -15,12 +15,12 @@ from slipstream.weightbus.agent.updates import Order
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Abandon, Adopt, Outcome, Receive
+from slipstream.wire.messages.weightbus import Abandon, Adopt, CommandOutcome, ReceiveVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 _copies = itertools.count(1)
 PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
@@ -80,23 +80,23 @@ class Agent:
     def _paused(self) -> None:
         raise AssertionError("the worker was told of a pause")
 
-    def do(self, command: Order) -> Outcome:
+    def do(self, command: Order) -> CommandOutcome:
         fetcher: BucketFetcher = None  # type: ignore[assignment]  # nothing is fetched
         return asyncio.run(self.updates.execute(command, fetcher))
 
-    def receive(self, step: int) -> Outcome:
+    def receive(self, step: int) -> CommandOutcome:
         tensors = {SPEC.name: torch.full(SPEC.shape, float(step))}
-        sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
+        sent = CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
         folder = write_version(
             self._folder, sent.manifest(), sent.memory.numpy().data, number=next(_copies)
         )
         self.engine.holds = expected_of_version(tensors)
-        return self.do(Receive(command_id=1, manifest=sent.manifest(), path=str(folder)))
+        return self.do(ReceiveVersion(command_id=1, manifest=sent.manifest(), path=str(folder)))
 
-    def adopt(self, step: int) -> Outcome:
+    def adopt(self, step: int) -> CommandOutcome:
         return self.do(Adopt(command_id=2, version=PolicyVersion(1, step), probe=PROBE))
 
-    def publish(self, step: int) -> list[Outcome]:
+    def publish(self, step: int) -> list[CommandOutcome]:
         return [self.receive(step), self.adopt(step)]
 
 
@@ -164,5 +164,5 @@ def test_other_tensors_are_refused(agent: Agent):
     manifest = WeightManifest(
         version=PolicyVersion(1, 0), buckets=(Bucket((other,), other.num_bytes),)
     )
-    outcome = agent.do(Receive(command_id=1, manifest=manifest, path="/nowhere"))
+    outcome = agent.do(ReceiveVersion(command_id=1, manifest=manifest, path="/nowhere"))
     assert "has shape (4, 3), the model has (2, 3)" in outcome.error

@@ -12,12 +12,12 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.layout import bucket_offsets
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Adopt, Outcome, Receive, RelayAddress
+from slipstream.wire.messages.weightbus import Adopt, CommandOutcome, ReceiveVersion, RelayAddress
 from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.bus.snapshots import CopiedSnapshot
 
 RELAY = RelayAddress(endpoint="tcp://10.0.0.1:5600", bulk_endpoint="tcp://10.0.0.1:5601", key="k")
 FETCHED_THERE = 1_000  # bytes
@@ -63,11 +63,13 @@ class Others:
 
     def __init__(self) -> None:
         self.error = ""
-        self.asked: list[tuple[Receive, RelayAddress, bool]] = []
+        self.asked: list[tuple[ReceiveVersion, RelayAddress, bool]] = []
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def fetch_too(self, receive: Receive, relay: RelayAddress, *, may_be_read: bool) -> int:
+    async def fetch_too(
+        self, receive: ReceiveVersion, relay: RelayAddress, *, may_be_read: bool
+    ) -> int:
         self.asked.append((receive, relay, may_be_read))
         await self.answers.wait()
         if self.error:
@@ -98,21 +100,21 @@ class Agent:
         if step == self.failing:
             raise EngineError(f"injected at {step}")
 
-    async def receive(self, step: int, *, wrong: bool = False, path: str = "") -> Outcome:
-        sent = WeightSnapshot.of(
+    async def receive(self, step: int, *, wrong: bool = False, path: str = "") -> CommandOutcome:
+        sent = CopiedSnapshot.of(
             PolicyVersion(1, step),
             {name: tensor + step for name, tensor in self.tensors.items()},
             bucket_bytes=50,
         )
         relay = Relay(sent.memory.numpy().tobytes())
         relay.wrong = wrong
-        command = Receive(command_id=2, manifest=sent.manifest(), path=path)
+        command = ReceiveVersion(command_id=2, manifest=sent.manifest(), path=path)
         return await self.updates.execute(command, relay)
 
-    async def do(self, command: Order) -> Outcome:
+    async def do(self, command: Order) -> CommandOutcome:
         return await self.updates.execute(command, Relay(b""))
 
-    async def adopt(self, step: int) -> Outcome:
+    async def adopt(self, step: int) -> CommandOutcome:
         return await self.do(Adopt(command_id=3, version=PolicyVersion(1, step)))
 
 

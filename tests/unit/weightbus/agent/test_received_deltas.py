@@ -14,18 +14,18 @@ from torch import Tensor
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.relay.deltas import renewed, shortest
 from slipstream.weightbus.version.delta import BucketDelta
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.model_files import WEIGHTS
+from tests.support.bus.snapshots import CopiedSnapshot
 
 NAMES = ("a", "b", "c")
 NUM_BUCKETS = 3
 Sent = Frame | BucketDelta
 
 
-def snapshot(step: int, *, all_of: str = "") -> WeightSnapshot:
+def snapshot(step: int, *, all_of: str = "") -> CopiedSnapshot:
     """Return a version that differs from the one before in one item, and in all of a tensor."""
     tensors: dict[str, Tensor] = {}
     random = torch.Generator().manual_seed(step)
@@ -37,20 +37,20 @@ def snapshot(step: int, *, all_of: str = "") -> WeightSnapshot:
             tensor = bits.to(torch.int16).view(torch.bfloat16)
         tensors[f"{name}.weight"] = tensor
         tensors[f"{name}.scale"] = torch.full((7,), float(step), dtype=torch.bfloat16)
-    return WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=1_614)
+    return CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=1_614)
 
 
 class Sender:
     """A relay with the steps between some versions; it may damage what it sends."""
 
-    def __init__(self, *versions: WeightSnapshot) -> None:
+    def __init__(self, *versions: CopiedSnapshot) -> None:
         self.newest = versions[-1]
         self.asked: list[tuple[int, object]] = []
         self.damage: dict[int, Callable[[Sent], Sent]] = {}  # once, by bucket
         self._versions = versions
         self._steps = []
         for before, after in pairwise(versions):
-            copy = WeightSnapshot(before.version, before.layout, before.memory.clone())
+            copy = CopiedSnapshot(before.version, before.layout, before.memory.clone())
             self._steps.append([renewed(copy, after, i) for i in range(len(after.layout.buckets))])
             assert torch.equal(copy.memory, after.memory)
 
@@ -79,7 +79,7 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
     made.close()
 
 
-def check(folder: Path, sent: WeightSnapshot) -> None:
+def check(folder: Path, sent: CopiedSnapshot) -> None:
     loaded = load_file(folder / WEIGHTS)
     assert loaded.keys() == sent.tensors.keys()
     for name, tensor in sent.tensors.items():

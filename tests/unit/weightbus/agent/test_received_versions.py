@@ -19,18 +19,18 @@ from slipstream.weightbus.version.disk import (
     write_version,
 )
 from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 
-def snapshot(step: int = 1, count: int = 5) -> WeightSnapshot:
+def snapshot(step: int = 1, count: int = 5) -> CopiedSnapshot:
     tensors = {f"t{i}": torch.full((7, 3), float(step * 10 + i)) for i in range(count)}
-    return WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=200)
+    return CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=200)
 
 
-def receive(staging: Staging, sent: WeightSnapshot, change: dict[int, bytes] | None = None) -> Path:
+def receive(staging: Staging, sent: CopiedSnapshot, change: dict[int, bytes] | None = None) -> Path:
     buckets = {i: sent.bucket(i).numpy().data for i in range(len(sent.layout.buckets))}
 
     async def fetch(index: int) -> Frame:
@@ -124,7 +124,7 @@ def test_other_bytes_than_those_of_the_manifest_are_refused(
     staging.close()
 
 
-def write(folder: Path, sent: WeightSnapshot, number: int = 1) -> Path:
+def write(folder: Path, sent: CopiedSnapshot, number: int = 1) -> Path:
     return write_version(folder, sent.manifest(), sent.memory.numpy().data, number=number)
 
 

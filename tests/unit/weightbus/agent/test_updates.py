@@ -14,22 +14,22 @@ from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import (
     Abandon,
     Adopt,
+    CommandOutcome,
     Commit,
     LoadBucket,
     Offer,
-    Outcome,
     Pause,
-    Receive,
+    ReceiveVersion,
     Verify,
 )
 from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.bus.snapshots import CopiedSnapshot
 
 _copies = itertools.count(1)
 PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
@@ -67,21 +67,23 @@ class Agent:
         if step == self.failing:
             raise EngineError(f"injected at {step}")
 
-    def do(self, command: Order) -> Outcome:
+    def do(self, command: Order) -> CommandOutcome:
         fetcher: BucketFetcher = None  # type: ignore[assignment]  # nothing is fetched
         return asyncio.run(self.updates.execute(command, fetcher))
 
-    def receive(self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True) -> Outcome:
-        sent = WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
+    def receive(
+        self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True
+    ) -> CommandOutcome:
+        sent = CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
         manifest = sent.manifest()
         folder = write_version(
             self._folder, manifest, sent.memory.numpy().data, number=next(_copies)
         )
         return self.do(
-            Receive(command_id=2, manifest=manifest, path=str(folder), is_checked=is_checked)
+            ReceiveVersion(command_id=2, manifest=manifest, path=str(folder), is_checked=is_checked)
         )
 
-    def adopt(self, step: int, probe: ProbeLogprobs | None = None) -> Outcome:
+    def adopt(self, step: int, probe: ProbeLogprobs | None = None) -> CommandOutcome:
         return self.do(Adopt(command_id=3, version=PolicyVersion(1, step), probe=probe))
 
     def adopted(self, step: int, tensors: dict[str, Tensor]) -> None:
@@ -187,7 +189,7 @@ def test_an_older_version_is_refused(agent: Agent):
 
 def collective(agent: Agent, step: int) -> None:
     """Bring an engine to where all buckets are in."""
-    sent = WeightSnapshot.of(PolicyVersion(1, step), version(step), bucket_bytes=500)
+    sent = CopiedSnapshot.of(PolicyVersion(1, step), version(step), bucket_bytes=500)
     assert not agent.do(Offer(command_id=1, manifest=sent.manifest())).error
     agent.updates._group = "g"
     assert not agent.do(Pause(command_id=2)).error
@@ -195,7 +197,7 @@ def collective(agent: Agent, step: int) -> None:
     assert not agent.do(LoadBucket(command_id=3, index=0, group_name="g")).error
 
 
-def commit(agent: Agent, step: int, digest: str) -> Outcome:
+def commit(agent: Agent, step: int, digest: str) -> CommandOutcome:
     return agent.do(
         Commit(command_id=4, version=PolicyVersion(1, step), digest=digest, probe=PROBE)
     )
@@ -204,7 +206,7 @@ def commit(agent: Agent, step: int, digest: str) -> Outcome:
 def test_commit_compares_with_the_digest_that_it_brings(agent: Agent):
     collective(agent, 1)
     digest = digest_of(expected_checksums(version(1)))
-    assert commit(agent, 1, digest) == Outcome(command_id=4, digest=digest)
+    assert commit(agent, 1, digest) == CommandOutcome(command_id=4, digest=digest)
     assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
     assert agent.probes == [PROBE]
     assert agent.engine.runs
@@ -225,14 +227,14 @@ def test_commit_with_another_digest_leaves_the_engine_paused_and_names_its_check
 def test_commit_after_a_verify_compares_nothing_again(agent: Agent):
     collective(agent, 1)
     assert agent.do(Verify(command_id=5)).digest == digest_of(expected_checksums(version(1)))
-    assert commit(agent, 1, "") == Outcome(command_id=4)
+    assert commit(agent, 1, "") == CommandOutcome(command_id=4)
     assert agent.engine.runs
 
 
 def test_an_update_is_opened_again_in_a_group_that_was_made_anew(agent: Agent):
     collective(agent, 1)
     commit(agent, 1, "")
-    manifest = WeightSnapshot.of(PolicyVersion(1, 2), version(2), bucket_bytes=500)
+    manifest = CopiedSnapshot.of(PolicyVersion(1, 2), version(2), bucket_bytes=500)
     agent.do(Offer(command_id=1, manifest=manifest.manifest()))
     agent.do(Pause(command_id=2))
     asyncio.run(agent.updates._leave_group())

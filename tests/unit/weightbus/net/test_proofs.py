@@ -5,7 +5,12 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
-from slipstream.weightbus.net.proofs import ProofsAtDoor, Refusals, proof_at_door, proof_of_member
+from slipstream.weightbus.net.proofs import (
+    DoorRefusals,
+    ProofsAtDoor,
+    proof_at_door,
+    proof_of_member,
+)
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.errors import ConfigError
 
@@ -82,7 +87,7 @@ def test_what_is_no_key_proves_nothing_and_crashes_nothing():
 
 def test_refusals_are_counted_all_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture):
     traffic, now = Traffic(), [0.0]
-    refusals = Refusals(traffic, now=lambda: now[0])
+    refusals = DoorRefusals(traffic, now=lambda: now[0])
     for second in range(150):
         now[0] = float(second)
         refusals.add("a request of a stranger")

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from slipstream.weightbus.net.router import Router
+from slipstream.weightbus.net.router import MessageRouter
 
 COUNT = 700  # more than are taken at a time
 
@@ -27,7 +27,7 @@ class Ends:
         self.peer.setsockopt(zmq.IDENTITY, b"peer")
         self.peer.setsockopt(zmq.RCVTIMEO, 20_000)
         self.peer.connect(f"ipc://{folder}/router")
-        self.router = Router(self.socket)
+        self.router = MessageRouter(self.socket)
         self.taken: list[list[bytes]] = []
 
     def close(self) -> None:

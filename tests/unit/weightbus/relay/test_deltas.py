@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.delta import BucketDelta, apply_delta
@@ -29,14 +30,17 @@ def v(step: int) -> PolicyVersion:
     return PolicyVersion(1, step)
 
 
+def of(**settings: float) -> WeightBusSection:
+    unhurried = WeightBusSection(delta_versions=3, timeout_s=2 * NEVER_S)
+    return msgspec.structs.replace(unhurried, **settings)
+
+
 class Relay:
     """The versions of a learner, and deltas between them."""
 
-    def __init__(
-        self, folder: Path, *, steps: int = 3, most_bytes: int = 1 << 20, wait_s: float = NEVER_S
-    ) -> None:
+    def __init__(self, folder: Path, **settings: float) -> None:
         self.versions = Versions(folder)
-        self.deltas = Deltas(self.versions, most_steps=steps, most_bytes=most_bytes, wait_s=wait_s)
+        self.deltas = Deltas(self.versions, of(**settings))
         self._memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
         self.versions.open(OpenMemory(epoch=1, path=self._memory.path, layout=LAYOUT, num_slots=3))
         self._bytes = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
@@ -88,7 +92,7 @@ async def test_a_request_waits_for_the_step_that_is_computed(tmp_path: Path):
 
 
 async def test_no_more_steps_are_kept_than_set(tmp_path: Path):
-    async with running(Relay(tmp_path, steps=3)) as relay:
+    async with running(Relay(tmp_path, delta_versions=3)) as relay:
         for step in range(1, 6):
             relay.publish(step)
             assert await relay.ask(None, step) is None
@@ -104,17 +108,20 @@ async def test_no_more_steps_are_kept_than_set(tmp_path: Path):
         assert relay.deltas.num_sent == 4
 
 
-async def test_no_more_bytes_are_kept_than_set(tmp_path: Path):
-    async with running(Relay(tmp_path, steps=9, most_bytes=2_000)) as relay:
+@pytest.mark.parametrize(("delta_bytes", "are_all_kept"), [(2_000, False), (20_000, True)])
+async def test_no_more_bytes_are_kept_than_set(
+    tmp_path: Path, delta_bytes: int, are_all_kept: bool
+):
+    async with running(Relay(tmp_path, delta_versions=9, delta_bytes=delta_bytes)) as relay:
         for step in range(1, 5):
             relay.publish(step, count=600)
             await relay.encoded(step)
-            assert sum(one.num_bytes for one in relay.deltas._steps) <= 2_000
+            assert sum(one.num_bytes for one in relay.deltas._steps) <= delta_bytes
         assert await relay.ask(3, 4) is not None
-        assert await relay.ask(0, 4) is None
+        assert (await relay.ask(0, 4) is not None) == are_all_kept
         relay.publish(5, count=4_000)
         await relay.encoded(5)  # that step alone is larger: w0 comes whole
-        assert sum(one.num_bytes for one in relay.deltas._steps) <= 2_000
+        assert sum(one.num_bytes for one in relay.deltas._steps) <= delta_bytes
 
 
 async def test_a_tensor_comes_whole_where_its_deltas_are_longer(tmp_path: Path):
@@ -152,7 +159,7 @@ async def test_a_version_that_could_not_be_read_is_passed_over(tmp_path: Path):
 
 
 async def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path):
-    relay = Relay(tmp_path, wait_s=0.0)
+    relay = Relay(tmp_path, timeout_s=0.0)
     async with running(relay):
         relay.publish(1)
         assert await relay.ask(0, 1) is None
@@ -162,7 +169,7 @@ async def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path):
 
 @pytest.mark.parametrize("base", [None, 0, 1])
 async def test_deltas_can_be_disabled(tmp_path: Path, base: int | None):
-    relay = Relay(tmp_path, steps=0)
+    relay = Relay(tmp_path, delta_versions=0)
     relay.publish(1)
     assert await relay.ask(base, 1) is None
     assert relay.deltas.whole_because == {"deltas are disabled": 1}
@@ -188,9 +195,7 @@ class PartOf(Relay):
         layout = msgspec.structs.replace(LAYOUT, buckets=buckets)
         size = part_layout(layout, 1).num_bytes
         self.versions = Versions(folder)
-        self.deltas = Deltas(
-            self.versions, most_steps=3, most_bytes=1 << 20, wait_s=NEVER_S, holds=False
-        )
+        self.deltas = Deltas(self.versions, of(), holds=False)
         self._memory = SharedSlots.make(slot_bytes=size, num_slots=3)
         self.versions.open(
             OpenMemory(epoch=1, path=self._memory.path, layout=layout, num_slots=3, part=1)

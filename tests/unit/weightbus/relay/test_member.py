@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from slipstream.weightbus.relay.member import bounded
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.weightbus import PUBLISH_PHASES, Outcome
+from slipstream.wire.messages.weightbus import PUBLISH_PHASES, CommandOutcome
 
 FIGURES = st.integers(-(2**63), 2**64 - 1)
 
 
 def test_an_outcome_of_an_agent_is_kept_as_it_is():
-    outcome = Outcome(
+    outcome = CommandOutcome(
         command_id=7,
         error="no room",
         num_in_flight=3,
@@ -25,7 +25,7 @@ def test_an_outcome_of_an_agent_is_kept_as_it_is():
 
 
 def test_an_outcome_that_is_too_large_for_the_broker_becomes_small():
-    huge = Outcome(
+    huge = CommandOutcome(
         command_id=7,
         error="line\n\x1b[2J" * 1_000_000,
         digest="d" * 10_000_000,
@@ -45,7 +45,7 @@ def test_an_outcome_that_is_too_large_for_the_broker_becomes_small():
 def test_its_figures_can_be_summed_and_shown(
     num_bytes: int, num_in_flight: int, seconds: dict[str, float]
 ):
-    outcome = Outcome(
+    outcome = CommandOutcome(
         command_id=1, num_bytes=num_bytes, num_in_flight=num_in_flight, phase_seconds=seconds
     )
     found = bounded(outcome)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
-from slipstream.weightbus.relay.parts import Parts
-from slipstream.weightbus.relay.publisher import Publisher, Sender
+from slipstream.weightbus.relay.learner_parts import Parts
+from slipstream.weightbus.relay.publisher import MessageOrigin, Publisher
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
@@ -82,7 +82,7 @@ async def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another
         transport="tcp",
         forward=BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
     )
-    publisher._joined(Sender(b"peer", NoRouter(), "", "its-key"), join)  # type: ignore[arg-type]
+    publisher._joined(MessageOrigin(b"peer", NoRouter(), "", "its-key"), join)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(publisher._serve_due(group))
         await until_async(lambda: parts.num_holds == 2)
@@ -121,7 +121,7 @@ def test_a_connection_is_one_members_however_many_names_come_over_it(
         )
         router = Swallowing()
         for peer, name, what in messages:
-            sender = Sender(peer, router, "", "its-key")  # type: ignore[arg-type]
+            sender = MessageOrigin(peer, router, "", "its-key")  # type: ignore[arg-type]
             if what == "leaves":
                 publisher._take(sender, Leave(name=name))
                 continue

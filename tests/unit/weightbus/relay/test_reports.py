@@ -7,7 +7,7 @@ from slipstream.weightbus.relay import reports
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.wire.messages.codec import decode_command, encode, encode_manifest
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import EncodedReceive, PublishRecord, Receive, merged
+from slipstream.wire.messages.weightbus import EncodedReceive, PublishRecord, ReceiveVersion, merged
 from slipstream.wire.settings.sections import RunSection
 from tests.support.wire_samples import MANIFEST
 
@@ -70,7 +70,7 @@ def test_retries_without_a_broker_take_bounded_memory():
 
 
 def test_a_receive_that_is_encoded_for_all_members_is_a_receive():
-    plain = Receive(command_id=4, manifest=MANIFEST, path="/weights/v2.5", is_checked=False)
+    plain = ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5", is_checked=False)
     encoded = EncodedReceive(
         command_id=4, manifest=encode_manifest(MANIFEST), path="/weights/v2.5", is_checked=False
     )

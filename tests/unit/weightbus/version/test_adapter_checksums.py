@@ -2,7 +2,7 @@ import torch
 import xxhash
 
 from slipstream.weightbus.version.adapter_checksums import are_adapters, expected_adapter_checksums
-from slipstream.weightbus.version.engine_checksums import Holder
+from slipstream.weightbus.version.engine_checksums import EngineLayout
 
 LAYER = "base_model.model.model.layers.0."
 
@@ -49,7 +49,7 @@ def test_a_part_without_an_adapter_is_zeros():
 
 def test_every_rank_has_whole_adapters_on_its_host_whatever_its_device():
     found = tensors("self_attn.o_proj")
-    sums = expected_adapter_checksums(found, Holder("cuda", num_ranks=2))
+    sums = expected_adapter_checksums(found, EngineLayout("cuda", num_ranks=2))
     name = f"{LAYER}self_attn.o_proj.lora_A.weight"
     assert sums[name] == sums[f"{name} of rank 1"] == checksum(found[name])
     assert len(sums) == 4

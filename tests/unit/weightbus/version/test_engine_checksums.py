@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.weightbus.version.engine_checksums import (
-    Holder,
+    EngineLayout,
     differing,
     digest_of,
     expected_checksums,
@@ -93,7 +93,7 @@ def test_attention_is_split_over_the_ranks_of_one_group_only():
     norm = weights(3)
     named |= {"model.embed_tokens.weight": embedding, "lm_head.weight": table}
     named |= {"model.norm.weight": norm, f"{mlp}.down_proj.weight": down}
-    found = expected_checksums(named, Holder("cpu", 4, 2))
+    found = expected_checksums(named, EngineLayout("cpu", 4, 2))
     assert len(found) == 4 * 6
     for rank in range(4):
         end, in_group = f" of rank {rank}" if rank else "", rank % 2
@@ -111,7 +111,7 @@ def test_the_inner_size_is_padded_for_every_rank_and_the_vocabulary_as_a_whole()
     mlp, table = "model.layers.0.mlp", weights(64 * 3, 3)
     names = ("gate_proj", "up_proj", "down_proj")
     named = {f"{mlp}.{name}.weight": one for name, one in zip(names, (gate, up, down), strict=True)}
-    found = expected_checksums({**named, "lm_head.weight": table}, Holder("cpu", 2))
+    found = expected_checksums({**named, "lm_head.weight": table}, EngineLayout("cpu", 2))
     (gates, ups), downs = ([pad(one, (0, 0, 0, 24)) for one in (gate, up)], pad(down, (0, 24)))
     for rank, end in ((0, ""), (1, " of rank 1")):
         both = torch.cat([gates.chunk(2)[rank], ups.chunk(2)[rank]])
@@ -124,7 +124,7 @@ def test_on_a_gpu_only_the_vocabulary_is_padded_and_another_function_is_used():
     down, table = weights(4, 40), weights(70, 3)
     named = {"model.layers.0.mlp.down_proj.weight": down, "lm_head.weight": table}
     cpu = torch.device("cpu")
-    assert expected_checksums(named, Holder("cuda", 1)) == {
+    assert expected_checksums(named, EngineLayout("cuda", 1)) == {
         "model.layers.0.mlp.down_proj.weight": gpu_hash(down, cpu),
         "lm_head.weight": gpu_hash(pad(table, (0, 0, 0, 58)), cpu),
     }

@@ -11,10 +11,10 @@ from slipstream.weightbus.version.layout import (
     safetensors_header,
     tensor_offsets,
 )
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 
 def plan(sizes: list[int], limit: int) -> list[list[str]]:
@@ -56,7 +56,7 @@ def test_a_header_and_the_bytes_of_a_version_are_a_safetensors_file(tmp_path: Pa
         "b": torch.randn(7),
         "scalar": torch.tensor(2.5),
     }
-    snapshot = WeightSnapshot.of(PolicyVersion(1, 2), tensors, bucket_bytes=16)
+    snapshot = CopiedSnapshot.of(PolicyVersion(1, 2), tensors, bucket_bytes=16)
     header = safetensors_header(snapshot.layout)
     assert len(header) % 8 == 0
     assert json.loads(header[8:])["b"] == {"dtype": "F32", "shape": [7], "data_offsets": [0, 28]}

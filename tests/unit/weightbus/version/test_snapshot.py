@@ -1,14 +1,14 @@
 import torch
 import xxhash
 
-from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 VERSION = PolicyVersion(1, 3)
 
 
-def snapshot(*, bucket_bytes: int = 100, **tensors: torch.Tensor) -> WeightSnapshot:
-    return WeightSnapshot.of(VERSION, tensors, bucket_bytes=bucket_bytes)
+def snapshot(*, bucket_bytes: int = 100, **tensors: torch.Tensor) -> CopiedSnapshot:
+    return CopiedSnapshot.of(VERSION, tensors, bucket_bytes=bucket_bytes)
 
 
 def test_a_manifest_describes_every_tensor_in_order():

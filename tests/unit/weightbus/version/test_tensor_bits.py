@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from slipstream.weightbus.version.disk import write_version
-from slipstream.weightbus.version.engine_checksums import Holder, expected_checksums
-from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
 from slipstream.weightbus.version.tensor_bits import bits_in, bits_in_folder, bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.bus.snapshots import CopiedSnapshot
 
 TENSORS = {
     "model.layers.0.mlp.down_proj.weight": torch.randn(4, 40).to(torch.bfloat16),
@@ -20,8 +20,8 @@ TENSORS = {
 }
 
 
-def snapshot() -> WeightSnapshot:
-    return WeightSnapshot.of(PolicyVersion(1, 2), TENSORS, bucket_bytes=200)
+def snapshot() -> CopiedSnapshot:
+    return CopiedSnapshot.of(PolicyVersion(1, 2), TENSORS, bucket_bytes=200)
 
 
 def test_bits_have_the_shape_and_the_bytes_of_their_tensor():
@@ -41,8 +41,8 @@ def test_the_memory_of_a_version_and_its_file_hold_the_same_bits(tmp_path: Path)
         assert all(np.array_equal(found[name], bits_of(TENSORS[name])) for name in TENSORS)
 
 
-@pytest.mark.parametrize("of", [Holder(), Holder("cpu", 2), Holder("cuda", 2)])
-def test_checksums_are_those_of_the_tensors(of: Holder):
+@pytest.mark.parametrize("of", [EngineLayout(), EngineLayout("cpu", 2), EngineLayout("cuda", 2)])
+def test_checksums_are_those_of_the_tensors(of: EngineLayout):
     sent = snapshot()
     found = expected_checksums(bits_in(sent.memory.numpy(), sent.layout), of)
     assert found == expected_checksums(TENSORS, of)

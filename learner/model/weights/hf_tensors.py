@@ -1,0 +1,173 @@
+"""Tensors of a Hugging Face folder, read on demand and compared with a model's."""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.learner.model.weights.quantized import number_trouble
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
+from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.model_files import weight_files
+
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; in old files
+_COMPARED_ROWS = 8192  # rows in memory at a time
+_log = logging.getLogger(__name__)
+
+
+def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every Hugging Face tensor of a model."""
+    sizes = hf.sizes
+    return {
+        tensor.name: tensor.whole_shape(sizes)
+        for _, mapping in hf.parameters()
+        for tensor in mapping.tensors
+    }
+
+
+class HfTensors:
+    """The tensors in a folder of safetensors files, read on demand.
+
+    8-bit tensors come with scales of their blocks, and are read as float32.
+    """
+
+    def __init__(self, folder: Path, setting: str = "run.model") -> None:
+        self._folder, self._setting = folder, setting
+        self._open_files = ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+        self._block: tuple[int, int] | None = None  # block of quantized tensors
+
+    def __enter__(self) -> "HfTensors":
+        with ExitStack() as stack:
+            try:
+                for path in weight_files(self._folder, self._setting):
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+                    self._file_of.update(dict.fromkeys(file.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"cannot read the weights in {self._folder}: {error} ({self._setting})"
+                ) from error
+            self._open_files = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._open_files.close()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._file_of)
+
+    def refuse_others(self, hf: HfConfig) -> None:
+        """Compare names and shapes with those of a model.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape, or has no place in the model; or
+                the output layer is not the embedding although config.json ties them.
+        """
+        shapes = hf_shapes(hf)
+        if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
+            self._block = hf.quantization_config.weight_block_size
+        for name, shape in shapes.items():
+            if name not in self._file_of:
+                raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
+            got = self._shape(name)
+            if got != shape:
+                raise ConfigError(
+                    f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
+                    f"config.json, got {list(got)} ({self._setting})"
+                )
+            dtype = self._file_of[name].get_slice(name).get_dtype()  # type: ignore[no-untyped-call]  # safetensors is untyped
+            scales = name + SCALE_SUFFIX
+            of_scales = self._shape(scales) if scales in self._file_of else None
+            if trouble := number_trouble(name, dtype, shape, self._block, of_scales):
+                raise ConfigError(f"{self._folder}: {trouble} ({self._setting})")
+        if hf.tie_word_embeddings and OUTPUT_LAYER in self._file_of:
+            self._refuse_untied()
+        used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
+        if self._block is not None:
+            used |= {name + SCALE_SUFFIX for name in shapes}
+        ends = hf.num_hidden_layers + hf.num_nextn_predict_layers
+        further = {n for n in self.names if hf.num_hidden_layers <= layer_of(n) < ends}
+        if further:
+            _log.info(
+                "%s: %d tensors of layers that predict further tokens are not loaded, trained or "
+                "exported (num_nextn_predict_layers = %d)",
+                self._folder,
+                len(further),
+                hf.num_nextn_predict_layers,
+            )
+        others = self.names - used - further
+        left = sorted(n for n in others if not n.endswith(_IGNORED_SUFFIX))
+        if left:
+            raise ConfigError(
+                f"{self._folder} holds {len(left)} tensors that a {hf.model_type} model does not "
+                f"have, such as {left[0]} ({self._setting})"
+            )
+
+    def _refuse_untied(self) -> None:
+        """Refuse a separate output layer if config.json says that it is the embedding."""
+        (rows, columns), shape = self._shape(EMBEDDING), self._shape(OUTPUT_LAYER)
+        parts = (slice(at, at + _COMPARED_ROWS) for at in range(0, rows, _COMPARED_ROWS))
+        if shape == (rows, columns) and all(
+            torch.equal(*(self._slice(name, part, 0).float() for name in (EMBEDDING, OUTPUT_LAYER)))
+            for part in parts
+        ):
+            return
+        raise ConfigError(
+            f"{self._folder} holds {OUTPUT_LAYER} with other values than {EMBEDDING}, and its "
+            "config.json has tie_word_embeddings = true, with which it is dropped: set "
+            "tie_word_embeddings to false there, as transformers reads such a folder, or take the "
+            f"tensor out if it means nothing ({self._setting})"
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
+
+    def read(self, name: str, rows: slice, dim: int) -> Tensor:
+        """Return part of a tensor: some of its rows (0) or columns (1)."""
+        tensor = self._slice(name, rows, dim)
+        scales = name + SCALE_SUFFIX
+        if self._block is None or scales not in self._file_of:
+            return tensor
+        block = self._block[dim]
+        blocks = slice(rows.start // block, -(-rows.stop // block))
+        return dequantized(
+            tensor, self._slice(scales, blocks, dim), self._block, dim, rows.start % block
+        )
+
+    def _slice(self, name: str, rows: slice, dim: int) -> Tensor:
+        part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
+        tensor: Tensor = part[(slice(None),) * dim + (rows,)]
+        return tensor
+
+
+def dequantized(
+    tensor: Tensor, scales: Tensor, block: tuple[int, int], dim: int, offset: int
+) -> Tensor:
+    """Return weights as the product of 8-bit numbers and the scale of each block.
+
+    DeepSeek-V3 stores weights so (arXiv:2412.19437, section 3.3): ``weight_scale_inv`` is the
+    factor of a block's numbers.
+
+    Args:
+        tensor: [R, C], of an 8-bit type.
+        scales: [ceil((offset + R) / block), ceil(C / block)], rows and columns alike.
+        block: rows and columns of a block; blocks at the ends may have fewer.
+        dim: dimension in which the tensor is part of a larger one.
+        offset: rows or columns of its first block before the tensor, in that dimension.
+
+    Returns:
+        [R, C] float32.
+    """
+    starts = [offset if dim == axis else 0 for axis in (0, 1)]
+    rows, columns = (
+        torch.arange(start, start + size) // of
+        for start, size, of in zip(starts, tensor.shape, block, strict=True)
+    )
+    return tensor.float() * scales.float()[rows][:, columns]

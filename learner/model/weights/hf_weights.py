@@ -1,0 +1,201 @@
+"""Weights between a Hugging Face folder and the Megatron model, one tensor at a time."""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.weights.gathering import (
+    facts_of_all,
+    owned_shards,
+    parameter_of,
+    received,
+    send,
+    split_of,
+    with_adapter,
+)
+from slipstream.learner.model.weights.hf_tensors import HfTensors
+from slipstream.learner.model.weights.shards import (
+    Geometry,
+    ShardFacts,
+    fuse_gate_up,
+    fuse_qkv,
+    write_shard,
+)
+from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
+from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.models.families.tables import Parameter
+from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.model_files import WEIGHTS, as_exported, copied_files
+
+
+def load_hf_weights(model: RankModel, folder: Path, setting: str = "run.model") -> None:
+    """Fill this rank's part of the model from the safetensors files in ``folder``.
+
+    Every rank checks the names and shapes of the whole model, so all ranks refuse it alike.
+
+    Raises:
+        ConfigError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    hf = model.hf_config
+    with HfTensors(folder, setting) as tensors, torch.no_grad():
+        tensors.refuse_others(hf)
+        for name, weight in model.named_weights():
+            mapping = parameter_of(model, name)
+            weight.copy_(_read(tensors, mapping, name, weight, hf))
+
+
+def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield each Hugging Face tensor with its name on rank 0, whole; one parameter at a time.
+
+    Collective: every rank must iterate to the end, though other ranks get nothing. The tensors
+    have the model's dtype, or the dtype that the family keeps them in; the vocabulary's padding is
+    stripped and tied embeddings come once. Adapters are added to their layers' weights.
+    """
+    hf = model.hf_config
+    rank, mine = dist.get_rank(), dict(owned_shards(model))
+    facts = facts_of_all(list(mine.items()))
+    owners = defaultdict[str, list[tuple[int, ShardFacts]]](list)
+    for owner, owned in enumerate(facts):
+        for shard_facts in owned:
+            owners[shard_facts.name].append((owner, shard_facts))
+    for name, mapping in hf.parameters():
+        if rank != 0:
+            if name in mine:
+                send(with_adapter(model, name, mine[name]), 0)
+            continue
+        dtype = dtype_of(mapping, model)
+        tensors = [
+            torch.empty(tensor.whole_shape(hf.sizes), dtype=dtype) for tensor in mapping.tensors
+        ]
+        for owner, shard_facts in owners[name]:
+            if owner == rank:
+                shard = with_adapter(model, name, mine[name])
+            else:
+                shard = shard_facts.shard(mapping, received(shard_facts, owner, dtype))
+            write_shard(shard, tensors, geometry_of(hf))
+        yield from zip(mapping.names, tensors, strict=True)
+
+
+def dtype_of(
+    mapping: Parameter, model: RankModel, wanted: torch.dtype | None = None
+) -> torch.dtype:
+    """Return the type of a parameter's tensors: the model's, or the one wanted instead."""
+    dtype: torch.dtype = wanted or model.config.params_dtype
+    return torch.float32 if mapping.tensors[0].dtype == "float32" else dtype
+
+
+def hf_specs(model: RankModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Return name, type and whole shape of every Hugging Face tensor of a model.
+
+    A ``dtype`` replaces the model's type, but not a type that the family requires.
+    """
+    hf = model.hf_config
+    return [
+        TensorSpec(
+            tensor.name,
+            str(dtype_of(mapping, model, dtype)).removeprefix("torch."),
+            tensor.whole_shape(hf.sizes),
+        )
+        for _, mapping in hf.parameters()
+        for tensor in mapping.tensors
+    ]
+
+
+def save_hf_folder(
+    model: RankModel, folder: Path, source_folder: Path, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the model as a Hugging Face folder, on rank 0; collective like the export.
+
+    The folder appears complete or not at all, and replaces an older one of its name. Config and
+    tokenizer come from ``source_folder``; a ``dtype`` of None is the model's. A single tensor is in
+    memory at a time.
+
+    Raises:
+        OSError: on rank 0, after all ranks have done their part.
+    """
+    tensors = export_hf_weights(model)
+    if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+        return
+    specs = hf_specs(model, dtype)
+    try:
+        with replacing_folder(folder, durable=False) as unfinished:
+            for path in copied_files(source_folder):
+                copy = unfinished / path.relative_to(source_folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+            _describe_export(unfinished)
+            _write_weights(unfinished / WEIGHTS, specs, tensors)
+    finally:
+        for _ in tensors:  # a failure here must not stop the other ranks' sends
+            pass
+
+
+def _write_weights(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write a safetensors file, each tensor to its place on arrival."""
+    layout = plan_layout(specs, bucket_bytes=1)
+    header, offsets = safetensors_header(layout), tensor_offsets(layout)
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
+    with path.open("wb") as file:
+        file.write(header)
+        for name, tensor in tensors:
+            file.seek(len(header) + offsets[name])
+            flat = tensor.to(dtypes[name]).contiguous().flatten()
+            file.write(flat.view(torch.uint8).numpy().data)
+
+
+def _describe_export(folder: Path) -> None:
+    """Remove from copied configs the entries that an export makes untrue."""
+    files = {path.name for path in folder.iterdir()}
+    for path in (folder / name for name in ("config.json", "tokenizer_config.json")):
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        if (exported := as_exported(config, files)) != config:
+            path.write_text(json.dumps(exported, indent=2, ensure_ascii=False) + "\n")
+
+
+def _read(
+    tensors: HfTensors, mapping: Parameter, name: str, weight: Tensor, hf: HfConfig
+) -> Tensor:
+    """Return the value of this rank's weight, reading only its share."""
+    dim, rank, ranks = split_of(name, weight)
+    at = dim if dim is not None else 0
+    parts = []
+    for tensor in mapping.tensors:
+        stacked = tensor.stacked if at == 0 else 1
+        size = tensor.whole_shape(hf.sizes)[at] // stacked
+        share = -(-size // ranks)  # rounded up for the vocabulary, exact for the rest
+        first, last = (min(number * share, size) for number in (rank, rank + 1))
+        parts += [
+            tensors.read(tensor.name, slice(start + first, start + last), at)
+            for start in range(0, stacked * size, size)
+        ]
+    match mapping.kind:
+        case "qkv":
+            return fuse_qkv(*parts, num_groups=hf.num_query_groups // ranks)
+        case "gate_up":
+            return fuse_gate_up(*parts)
+        case "vocab":
+            padding = weight.shape[0] - parts[0].shape[0]
+            return torch.nn.functional.pad(parts[0], (0, 0, 0, padding))
+        case "copy":
+            return parts[0]
+
+
+def geometry_of(hf: HfConfig) -> Geometry:
+    """Return the sizes that do not follow from a fused parameter."""
+    return Geometry(
+        num_query_groups=hf.num_query_groups,
+        queries_per_group=hf.num_attention_heads // hf.num_query_groups,
+        head_dim=hf.kv_channels,
+    )

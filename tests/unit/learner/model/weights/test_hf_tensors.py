@@ -1,0 +1,134 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.learner.model.weights.hf_tensors import HfTensors, dequantized, hf_shapes
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import load_hf_config
+
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 11,
+    "hidden_size": 6,
+    "intermediate_size": 4,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
+DOWN = "model.layers.0.self_attn.o_proj.weight"  # [6, 8]
+
+
+def write(folder: Path, *, without: str = "", **more: torch.Tensor) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8}))
+    shapes = hf_shapes(load_hf_config(folder))
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    tensors[DOWN] = tensors[DOWN].to(torch.float8_e4m3fn)
+    tensors[f"{DOWN}_scale_inv"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    tensors |= more
+    tensors.pop(without, None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def checked(folder: Path) -> None:
+    with HfTensors(folder) as tensors:
+        tensors.refuse_others(load_hf_config(folder))
+
+
+def test_a_part_of_a_quantized_tensor_has_the_scales_of_its_blocks(tmp_path: Path):
+    write(tmp_path)
+    with HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        rows = tensors.read(DOWN, slice(3, 5), 0)
+        columns = tensors.read(DOWN, slice(2, 6), 1)
+    assert rows.tolist() == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
+    assert columns[0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert columns[5].tolist() == [3.0, 3.0, 4.0, 4.0]
+
+
+def test_blocks_at_the_ends_may_be_smaller():
+    found = dequantized(torch.ones(3, 2), torch.tensor([[2.0], [5.0]]), (2, 4), 0, 1)
+    assert found.tolist() == [[2.0, 2.0], [5.0, 5.0], [5.0, 5.0]]
+
+
+def test_what_would_be_loaded_otherwise_is_refused(tmp_path: Path):
+    for without, more, message in [
+        (f"{DOWN}_scale_inv", {}, f"{DOWN} is F8_E4M3, and its scales are missing"),
+        (
+            "",
+            {f"{DOWN}_scale_inv": torch.ones(2, 3)},
+            r"_scale_inv must have shape \[2, 2\] for blocks of \[4, 4\], got \[2, 3\]",
+        ),
+        (DOWN, {}, f"holds no tensor {DOWN}"),
+        ("", {"model.layers.1.enorm.weight": torch.ones(2)}, "does not have, such as model.layers"),
+        ("", {"model.norm.weight": torch.ones(7)}, r"must have shape \[6\] .* got \[7\]"),
+    ]:
+        write(tmp_path, without=without, **more)
+        with pytest.raises(ConfigError, match=f"{message}.*run.model"):
+            checked(tmp_path)
+
+
+def tied(folder: Path, head: torch.Tensor | None) -> None:
+    config = CONFIG | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(load_hf_config(folder))
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    tensors["model.embed_tokens.weight"] = torch.arange(66.0).view(11, 6)
+    if head is not None:
+        tensors["lm_head.weight"] = head
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_copy_of_the_embedding_may_lie_beside_it(tmp_path: Path):
+    embedding = torch.arange(66.0).view(11, 6)
+    for head in (None, embedding.clone(), embedding.bfloat16()):  # whole numbers below 256
+        tied(tmp_path, head)
+        checked(tmp_path)
+
+
+def test_an_output_layer_that_would_be_dropped_is_refused(tmp_path: Path):
+    embedding = torch.arange(66.0).view(11, 6)
+    trained = embedding.clone()
+    trained[10, 5] += 1.0  # the last of all
+    for head in (trained, torch.cat([embedding, embedding[:1]]), embedding[:, :5].contiguous()):
+        tied(tmp_path, head)
+        way_out = (
+            r"lm_head\.weight with other values .* set tie_word_embeddings to false .*run.model"
+        )
+        with pytest.raises(ConfigError, match=way_out):
+            checked(tmp_path)
+    tied(tmp_path, trained)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": False}))
+    with HfTensors(tmp_path) as tensors:  # what it says to do
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert tensors.read("lm_head.weight", slice(10, 11), 0).tolist() == [
+            [60, 61, 62, 63, 64, 66]
+        ]
+
+
+def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError, match=r"F8_E4M3, expected BF16, .* with quantization_config"):
+        checked(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_said_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    write(tmp_path, **{"model.layers.1.enorm.weight": torch.ones(2)})
+    config = {**CONFIG, "quantization_config": FP8, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO):
+        checked(tmp_path)
+    assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text

@@ -1,0 +1,130 @@
+"""Ranks write their shares in place: what comes out is the whole Hugging Face tensor, exactly."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.learner.model.weights.shards import (
+    Geometry,
+    Shard,
+    fuse_gate_up,
+    fuse_qkv,
+    is_finite,
+    write_shard,
+)
+from slipstream.wire.models.families.registry import FAMILIES
+
+GENERATOR = torch.Generator().manual_seed(5)
+HIDDEN = 6
+
+
+def weights(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+def written(name: str, shards: list[Tensor], dim: int | None, like: list[Tensor], g: Geometry):
+    """Return the whole tensors after every rank wrote its shard."""
+    parameter = FAMILIES["qwen2"].parameter(name, tied_embeddings=False)
+    wholes = [torch.full_like(tensor, float("nan")) for tensor in like]
+    for rank, shard in enumerate(shards):
+        write_shard(Shard(parameter, shard, dim, rank, len(shards)), wholes, g)
+    return wholes
+
+
+def test_fused_projection_interleaves_query_key_and_value_by_group():
+    # 4 query heads in 2 groups, 1 channel per head
+    query, key, value = torch.arange(4), torch.tensor([10, 11]), torch.tensor([20, 21])
+    fused = fuse_qkv(query, key, value, num_groups=2)
+    assert fused.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_gate_comes_before_up():
+    fused = fuse_gate_up(torch.zeros(2, 3), torch.ones(2, 3))
+    assert fused[:, 0].tolist() == [0, 0, 1, 1]
+
+
+@given(
+    ranks=st.sampled_from([1, 2, 4]),
+    groups_per_rank=st.integers(1, 3),
+    queries=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 2, 4]),
+    bias=st.booleans(),
+)
+def test_fused_projections_come_apart_wherever_the_ranks_split_them(
+    ranks: int, groups_per_rank: int, queries: int, head_dim: int, bias: bool
+):
+    groups = ranks * groups_per_rank
+    rest = () if bias else (HIDDEN,)
+    query = weights(groups * queries * head_dim, *rest)
+    key, value = (weights(groups * head_dim, *rest) for _ in "kv")
+    fused = fuse_qkv(query, key, value, num_groups=groups)
+    kind = "bias" if bias else "weight"
+    found = written(
+        f"decoder.layers.3.self_attention.linear_qkv.{kind}",
+        list(fused.chunk(ranks)),
+        0 if ranks > 1 else None,
+        [query, key, value],
+        Geometry(groups, queries, head_dim),
+    )
+    for got, expected in zip(found, (query, key, value), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gate_and_up_come_apart(ranks: int):
+    gate, up = weights(8, HIDDEN), weights(8, HIDDEN)
+    shards = [
+        fuse_gate_up(*parts) for parts in zip(gate.chunk(ranks), up.chunk(ranks), strict=True)
+    ]
+    found = written(
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        shards,
+        0 if ranks > 1 else None,
+        [gate, up],
+        Geometry(1, 1, 1),
+    )
+    assert torch.equal(found[0], gate)
+    assert torch.equal(found[1], up)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_plain_tensor_is_put_together_along_either_dimension(dim: int, ranks: int):
+    whole = weights(8, 12)
+    found = written(
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        list(whole.chunk(ranks, dim)),
+        dim if ranks > 1 else None,
+        [whole],
+        Geometry(1, 1, 1),
+    )
+    assert torch.equal(found[0], whole)
+
+
+def test_the_padding_of_the_vocabulary_is_left_out_even_if_a_rank_holds_nothing_else():
+    for vocabulary, ranks in [(10, 1), (10, 2), (10, 4), (5, 4), (16, 4)]:
+        whole = weights(vocabulary, HIDDEN)
+        padded = torch.cat([whole, weights(16 - vocabulary, HIDDEN)])
+        found = written(
+            "embedding.word_embeddings.weight",
+            list(padded.chunk(ranks)),
+            0 if ranks > 1 else None,
+            [whole],
+            Geometry(1, 1, 1),
+        )
+        assert torch.equal(found[0], whole)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_that_is_not_finite_is_found(value: float, dtype: torch.dtype):
+    tensor = torch.zeros(3, 4, dtype=dtype)
+    assert is_finite(tensor)
+    tensor[1, 2] = value
+    assert not is_finite(tensor)
+
+
+def test_large_finite_weights_are_fine():
+    assert is_finite(torch.tensor([3e38, -3e38]))
