@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
-from slipstream.deploy.predict.size.answer import PlanRequest, RunPlan, answer
+from slipstream.deploy.predict.size.answer import RunPlan, answer
 from slipstream.deploy.predict.size.options import (
     cluster_of,
     mean_tokens,
@@ -19,7 +19,7 @@ from slipstream.deploy.predict.size.options import (
     run_and_shape,
 )
 from slipstream.deploy.predict.size.pools import SplitForecast
-from slipstream.deploy.predict.size.proposals import Proposal
+from slipstream.deploy.predict.size.proposals import PlanRequest, Proposal
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.process.command_line import print_json
 
