@@ -27,7 +27,6 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import Table, load_table, section
-from slipstream.wire.settings.sections import RunSection, local_file
 from slipstream.wire.unreadable import UNREADABLE
 
 EXIT_UNAVAILABLE = 1
@@ -68,16 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return try_reward(
-        arguments.overrides,
-        reward=arguments.reward,
-        data=arguments.data,
-        count=arguments.n,
-        answers=arguments.answers,
-        config=arguments.config,
-        as_json=arguments.json,
-    )
+    """Score answers to the first rows of a file, print them; return the exit code.
+
+    Answers are in the file of --answers (one per line and row: text, or an object with response or
+    solution, and row where they are not in order), or in a column response or solution, or else are
+    the ground truth and an empty text.
+
+    Raises:
+        ConfigError: a file, function or setting that cannot be used.
+    """
+    if arguments.n < 1:
+        raise ConfigError(f"--n must be at least 1, got {arguments.n}")
+    table = load_table(arguments.config or Path(os.devnull), arguments.overrides)
+    settings = section(table, "reward", RewardSection)
+    samples = _samples(table, arguments.data, arguments.n, arguments.answers)
+    hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
+    tested, seconds = asyncio.run(_score(settings, arguments.reward, hide, samples))
+    if arguments.json:
+        print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
+    else:
+        _show(tested, seconds, make_console())
+    return EXIT_UNAVAILABLE if any(answer.reward is None for answer in tested) else 0
 
 
 class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,55 +116,12 @@ class _Sample:
     answer: str
 
 
-def try_reward(
-    words: Sequence[str],
-    *,
-    reward: str = "",
-    data: str = "",
-    count: int = 20,
-    answers: Path | None = None,
-    config: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Score answers to the first rows of a file, print them; return the exit code.
-
-    Args:
-        words: section.key=value settings.
-        reward: MODULE:NAME or FILE.py:NAME for every row; by default that of [reward].
-        data: a JSONL or parquet file, or reasoning_gym:NAME; by default data.file.
-        count: how many rows; their answers are in a column response or solution, or else are
-            the ground truth and an empty text.
-        answers: JSONL file with one answer per line and row: text, or an object with response or
-            solution, and row where they are not in order.
-        config: settings of a run.
-        as_json: print everything, for programs.
-
-    Raises:
-        ConfigError: a file, function or setting that cannot be used.
-    """
-    if count < 1:
-        raise ConfigError(f"--n must be at least 1, got {count}")
-    table = load_table(config or Path(os.devnull), words)
-    settings = section(table, "reward", RewardSection)
-    samples = _samples(table, data, count, answers)
-    hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
-    tested, seconds = asyncio.run(_score(settings, reward, hide, samples))
-    failed = any(answer.reward is None for answer in tested)
-    if as_json:
-        print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
-    else:
-        _show(tested, seconds, make_console())
-    return EXIT_UNAVAILABLE if failed else 0
-
-
 # ---- samples -------------------------------------------------------------------
 
 
-def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:
+def _samples(table: Table, where: str, count: int, answers: Path | None) -> list[_Sample]:
+    """Return answers to the first ``count`` rows of a file, or of reasoning_gym:NAME."""
     section_ = section(table, "data", DataSection)
-    where = data or local_file(section(table, "run", RunSection), section_.file, "data.file")
-    if not where:
-        raise ConfigError("give the problems with --data FILE, or data.file")
     gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""
     rules = RowRules(
         data_source=gym or "default",
