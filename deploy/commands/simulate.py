@@ -9,6 +9,7 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -48,18 +49,6 @@ EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4 --like runs/demo
 """
 _SAY_EVERY_S = 2.0
-_MAY_BE_ZERO = frozenset(
-    {
-        "spread",
-        "engine_mtbf_h",
-        "kl_per_lag",
-        "slow_share",
-        "seed",
-        "engine_base_ms",
-        "reward_s",
-        "useless_share",
-    }
-)
 _SPREAD = 0.8
 _MOST_WARM = 5  # learner steps that means leave out: engines begin with nothing under way
 
@@ -89,57 +78,28 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--engines", type=int, help="number of engines, default generators.count")
-    text = "ranks of one engine, default those of generators.sglang"
-    parser.add_argument("--gpus-per-engine", type=int, help=text)
-    text = "GPUs of the learner, default learner.ranks"
-    parser.add_argument("--learner-gpus", type=int, help=text)
+    add_count, add_number = (partial(parser.add_argument, type=kind) for kind in (int, float))
+    add_count("--engines", help="number of engines, default generators.count")
+    add_count("--gpus-per-engine", help="ranks of one engine, default those of generators.sglang")
+    add_count("--learner-gpus", help="GPUs of the learner, default learner.ranks")
     add_model(parser)
     add_hardware(parser)
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="RUN",
-        help="a run's folder: lengths, useless groups and seconds to a reward are as it had them",
-    )
-    parser.add_argument(
-        "--spread",
-        type=float,
-        help="deviation of response lengths over their mean; 0: all are equal; default 0.8",
-    )
-    parser.add_argument(
-        "--passes",
-        type=float,
-        help="passes of the learner over a batch; a forward pass alone is 0.33; default those of "
-        "the settings",
-    )
-    parser.add_argument(
-        "--publish-every", type=int, default=1, help="learner steps between publishes, default 1"
-    )
-    parser.add_argument(
-        "--reward-s", type=float, help="seconds from an answer to its reward, default 0"
-    )
-    parser.add_argument(
-        "--useless-share",
-        type=float,
-        help="share of groups with equal rewards, which are dropped; default 0",
-    )
-    parser.add_argument(
-        "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
-    )
-    parser.add_argument(
-        "--slow-share", type=float, default=0.0, help="share of engines that take 1.5 times as long"
-    )
-    parser.add_argument(
-        "--kl-per-lag",
-        type=float,
-        default=0.0,
-        help="mismatch_kl of a token of staleness 1, growing with its square; for such a target",
-    )
-    parser.add_argument("--steps", type=int, help="learner steps, default run.steps")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of everything that is drawn, default 0"
-    )
+    text = "a run's folder: lengths, useless groups and seconds to a reward are as it had them"
+    parser.add_argument("--like", type=Path, metavar="RUN", help=text)
+    text = "deviation of response lengths over their mean; 0: all are equal; default 0.8"
+    add_number("--spread", help=text)
+    text = "passes of the learner over a batch; a forward pass alone is 0.33; default those of the "
+    add_number("--passes", help=f"{text}settings")
+    add_count("--publish-every", default=1, help="learner steps between publishes, default 1")
+    add_number("--reward-s", help="seconds from an answer to its reward, default 0")
+    text = "share of groups with equal rewards, which are dropped; default 0"
+    add_number("--useless-share", help=text)
+    add_number("--engine-mtbf-h", default=0.0, help="hours between failures of one engine")
+    add_number("--slow-share", default=0.0, help="share of engines that take 1.5 times as long")
+    text = "mismatch_kl of a token of staleness 1, growing with its square; for such a target"
+    add_number("--kl-per-lag", default=0.0, help=text)
+    add_count("--steps", help="learner steps, default run.steps")
+    add_count("--seed", default=0, help="seed of everything that is drawn, default 0")
     parser.add_argument("--out", type=Path, help="write a run folder here, which must be empty")
     add_json(parser)
     add_overrides(parser)
@@ -166,8 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
         folder.close()
     found = prediction_of(outcome)
     if arguments.json:
-        print_json(found)
-        return 0
+        return print_json(found)
     print_prediction(found, scenario, console)
     took_s = time.monotonic() - began_s
     console.print(f"[dim]{outcome.seconds:,.0f} s of the run took {took_s:.1f} s[/dim]")
@@ -182,7 +141,7 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     Raises:
         ConfigError: A number is out of range, a GPU is unknown, or the settings cannot be used.
     """
-    refuse_numbers(arguments, may_be_zero=_MAY_BE_ZERO)
+    refuse_numbers(arguments)
     config, hf = run_and_shape(arguments)
     generators, given = config.generators.generators, arguments
     engine_gpus = given.gpus_per_engine or generators.num_ranks
@@ -246,8 +205,7 @@ def _passes(config: RunConfig, hf: HfConfig) -> float:
             f"{error.name} is not installed: passes of a reference, a teacher and a critic are not "
             "counted (say --passes)\n"
         )
-    found = passes_of(hf, config.learner, frozen=num_frozen, has_critic=has_critic)
-    return found.in_trainings
+    return passes_of(hf, config.learner, frozen=num_frozen, has_critic=has_critic).in_trainings
 
 
 def _first(*given: float | None) -> float:
