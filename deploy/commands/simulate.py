@@ -9,6 +9,7 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 import argparse
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from rich.table import Table
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.advise.fit import lengths_of
-from slipstream.deploy.predict.advise.record import record_of
+from slipstream.deploy.predict.advise.record import Record, record_of
 from slipstream.deploy.predict.laws.learner_step import passes_of
 from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, LogNormal, cut
-from slipstream.deploy.predict.simulate.of_run import Hardware, Imagined, scenario_of
+from slipstream.deploy.predict.simulate.of_run import Hardware, scenario_of
 from slipstream.deploy.predict.simulate.outcome import SimulatedRun, StepRecord
 from slipstream.deploy.predict.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.predict.simulate.scenario import Faults, Scenario
@@ -40,6 +41,7 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.sections import SamplingSection
 
 EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4
@@ -156,15 +158,39 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
         gpus_per_engine=engine_gpus,
         learner_gpus=given.learner_gpus or config.learner.learner.ranks,
     )
-    return config, scenario_of(config, hf, hardware, _imagined(given, config, hf))
+    if config.run.staleness_target.mismatch_kl is not None and not given.kl_per_lag:
+        raise ConfigError(
+            "run.staleness_target.mismatch_kl: a simulation computes no policy; say with "
+            "--kl-per-lag how many nats a token of staleness 1 has"
+        )
+    like = None if given.like is None else record_of(given.like)
+    lengths, prompt_tokens = _tokens(given, config.generators.sampling, like)
+    passes = _passes(config, hf) if given.passes is None else given.passes
+    scenario = scenario_of(
+        config, hf, hardware, lengths=lengths, prompt_tokens=prompt_tokens, passes=passes
+    )
+    return config, replace(
+        scenario,
+        steps=scenario.steps if given.steps is None else given.steps,
+        publish_every=given.publish_every,
+        score_s=_first(given.reward_s, None if like is None else like.score_s),
+        useless_share=_first(given.useless_share, None if like is None else like.useless_share),
+        kl_per_lag=given.kl_per_lag,
+        faults=Faults(
+            engine_mtbf_s=3600 * given.engine_mtbf_h,
+            lease_s=config.broker.broker.lease_s,
+            slow_share=given.slow_share,
+            max_attempts=config.broker.broker.max_attempts,
+        ),
+        seed=given.seed,
+    )
 
 
-def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) -> Imagined:
-    """Return what the options add to the settings of a run."""
-    sampling, broker = config.generators.sampling, config.broker.broker
-    like = None if arguments.like is None else record_of(arguments.like)
+def _tokens(
+    arguments: argparse.Namespace, sampling: SamplingSection, like: Record | None
+) -> tuple[Lengths, int]:
+    """Return the lengths of responses and of each prompt; an option wins over a run's figures."""
     prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
-    lengths: Lengths
     longest = sampling.max_response_tokens
     if like is not None and arguments.mean_prompt is None:
         prompt_tokens = like.prompt_tokens
@@ -174,24 +200,7 @@ def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) ->
         lengths = _lengths(response_tokens, arguments.spread, longest)
     else:
         lengths = cut(lengths_of(like), longest)
-    passes = _passes(config, hf) if arguments.passes is None else arguments.passes
-    return Imagined(
-        lengths=lengths,
-        prompt_tokens=max(1, round(prompt_tokens)),
-        passes=passes,
-        steps=arguments.steps,
-        publish_every=arguments.publish_every,
-        score_s=_first(arguments.reward_s, None if like is None else like.score_s),
-        useless_share=_first(arguments.useless_share, None if like is None else like.useless_share),
-        kl_per_lag=arguments.kl_per_lag,
-        faults=Faults(
-            engine_mtbf_s=3600 * arguments.engine_mtbf_h,
-            lease_s=broker.lease_s,
-            slow_share=arguments.slow_share,
-            max_attempts=broker.max_attempts,
-        ),
-        seed=arguments.seed,
-    )
+    return lengths, max(1, round(prompt_tokens))
 
 
 def _passes(config: RunConfig, hf: HfConfig) -> float:

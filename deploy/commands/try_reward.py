@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -33,6 +32,7 @@ EXIT_UNAVAILABLE = 1
 _ANSWER_COLUMNS = ("response", "solution")
 _GYM = "reasoning_gym:"
 _SHOWN_CHARACTERS = 60
+_Sample = tuple[ScoringItem, Transcript]  # one answer to score
 EXAMPLES = """examples:
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
   slipstream reward test --reward my.py:score --data train.jsonl --answers answers.jsonl
@@ -106,21 +106,14 @@ class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ms: float  # since its group was submitted, so the time of others is in it
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One answer to score. Answers to the same row are siblings."""
-
-    group: int
-    sibling: int
-    prompt: Prompt
-    answer: str
-
-
 # ---- samples -------------------------------------------------------------------
 
 
 def _samples(table: Table, where: str, count: int, answers: Path | None) -> list[_Sample]:
-    """Return answers to the first ``count`` rows of a file, or of reasoning_gym:NAME."""
+    """Return answers to the first ``count`` rows of a file, or of reasoning_gym:NAME.
+
+    Answers to the same row are siblings.
+    """
     section_ = section(table, "data", DataSection)
     gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""
     rules = RowRules(
@@ -158,7 +151,7 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
         elif not texts:  # a right one, if it is known, and an empty one
             is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
             texts = [str(truth), ""] if is_plain and truth != "" else [""]
-        samples += [_Sample(group, i, prompt, text) for i, text in enumerate(texts)]
+        samples += [_sample(group, i, prompt, text) for i, text in enumerate(texts)]
     if given:
         first = min(given)
         if first < 0 or num_rows < count:
@@ -168,6 +161,16 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
     if not samples:
         raise ConfigError(f"--data {where} holds no rows, or none with an answer")
     return samples
+
+
+def _sample(group: int, sibling: int, prompt: Prompt, answer: str) -> _Sample:
+    transcript = Transcript(
+        prompt=prompt,
+        response=answer,
+        num_response_tokens=max(1, len(answer.split())),
+        finish_reason="stop",
+    )
+    return ScoringItem(group_id=group, sibling=sibling, lease_id=0), transcript
 
 
 def _answers_by_row(path: Path) -> dict[int, list[str]]:
@@ -207,28 +210,16 @@ async def _score(
         run_start_s = time.perf_counter()
         tested: list[TestedAnswer] = []
         # One group after the other, so that times mean something.
-        for _, siblings in groupby(samples, key=lambda sample: sample.group):
+        for _, siblings in groupby(samples, key=lambda sample: sample[0].group_id):
             group = list(siblings)
-            work = [
-                (
-                    ScoringItem(group_id=sample.group, sibling=sample.sibling, lease_id=0),
-                    Transcript(
-                        prompt=sample.prompt,
-                        response=sample.answer,
-                        num_response_tokens=max(1, len(sample.answer.split())),
-                        finish_reason="stop",
-                    ),
-                )
-                for sample in group
-            ]
             start_s = time.perf_counter()
             found: dict[int, TestedAnswer] = {}
-            async for score in pool.score(work):
-                sample = group[score.sibling]
+            async for score in pool.score(group):
+                _, transcript = group[score.sibling]
                 found[score.sibling] = TestedAnswer(
-                    row=sample.prompt.row,
-                    data_source=sample.prompt.data_source,
-                    answer=sample.answer,
+                    row=transcript.prompt.row,
+                    data_source=transcript.prompt.data_source,
+                    answer=transcript.response,
                     reward=score.reward,
                     parts=score.parts,
                     unavailable=score.unavailable,
@@ -236,7 +227,7 @@ async def _score(
                     version=score.version,
                     ms=1e3 * (time.perf_counter() - start_s),
                 )
-            tested += [found[sample.sibling] for sample in group]
+            tested += [found[item.sibling] for item, _ in group]
         return tested, time.perf_counter() - run_start_s
     finally:
         await pool.close()
