@@ -21,7 +21,7 @@ from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_cop
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
-_WEIGHT_BYTES = 2  # of one parameter: bfloat16
+_WEIGHT_BYTES = 2  # bytes of one parameter: bfloat16
 _MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
 _FAR_MESSAGE_S = 50e-6  # the same over hosts
 _MESSAGES = 2  # messages per layer

@@ -336,7 +336,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
     norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
     whole = norms * kept_input + latent + attention / tensor + mlp
-    layers = stage_layers(hf, learner)[stage :: sizes.pipeline]  # of each chunk
+    layers = stage_layers(hf, learner)[stage :: sizes.pipeline]  # layers of each chunk
     again, formula = 0.0, "e T a L A"
     kept = whole * sum(layers)
     match learner.recompute:

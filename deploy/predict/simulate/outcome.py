@@ -54,7 +54,6 @@ class SimulatedRun:
     num_generated: float  # tokens, by all engines
     num_retractions: int  # sequences that a full cache retracted
     engine_busy_s: float  # sum over all engines
-    engine_stalled_s: float
     engine_seconds: float  # total lifetime of engines
     group_s: tuple[float, ...]  # from a group's lease to its last answer, sorted; a sample
 
