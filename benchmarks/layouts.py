@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from slipstream.algos.section import AlgoSection
 from slipstream.deploy.predict.memory.gpu import GIB
-from slipstream.deploy.predict.memory.learner_rank import learner_stages, most_memory, total_bytes
+from slipstream.deploy.predict.memory.learner_rank import learner_stages, total_bytes
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import refuse_layout
 from slipstream.weightbus.config import WeightBusSection
@@ -127,7 +127,7 @@ def planned_gib(row: Row) -> dict[str, float]:
         algo=AlgoSection(),
         weightbus=WeightBusSection(),
     )
-    parts = most_memory(learner_stages(hf, settings, on_gpu=True))
+    parts = max(learner_stages(hf, settings, on_gpu=True), key=total_bytes)
     return {part.what: part.num_bytes / GIB for part in parts} | {
         "in all": total_bytes(parts) / GIB
     }

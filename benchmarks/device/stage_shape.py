@@ -63,7 +63,7 @@ def work(report: Report, out: Path) -> None:
         if not has_cuda():
             raise Skipped(ON_A_CPU)
         config = run_config(load_table(folder / "runs" / "device" / "resolved.toml"))
-        learner = sum(part.num_bytes for part in learner_memory(hf, config))
+        learner = sum(part.num_bytes for part in learner_memory(hf, config.learner))
         weights, *_ = generator_memory(hf, config)
         cached = int(config.generators.generators.sglang["max_total_tokens"])
         engine = weights.num_bytes + cached * kv_bytes_per_token(hf)

@@ -208,8 +208,7 @@ def scenario_of(
         gpu,
         num_gpus=row.engine_ranks,
         base_s=hf.num_hidden_layers * _layer_s(row, parameters),
-        bandwidth_share=share,
-        flops_share=share,
+        share=share,
         memory_share=row.memory_share,
     )
     engines = max(1, generating // row.engine_ranks)

@@ -13,7 +13,7 @@ A turn's largest rank counts. Gradients that are away are not copied. Layers rec
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -130,7 +130,7 @@ def _memories(recipe: Recipe, given: Recipes, gpus: int) -> Iterator[TurnsMemory
     hf = _shape(recipe)
     for division in divisions(hf, gpus, given.gpus_per_host, context=1):
         try:
-            yield _memory(hf, recipe, _settings(recipe, division.table), given)
+            yield _memory(hf, recipe, _settings(recipe, asdict(division)), given)
         except ConfigError:
             continue
 

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 import tomli_w
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from slipstream.deploy.commands.options import add_json, add_overrides
@@ -34,7 +33,7 @@ from slipstream.deploy.preflight.align.compare import (
     compare,
     whole,
 )
-from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.generators.config import generator_settings
 from slipstream.generators.tools.align import record, recording_flags
 from slipstream.learner.config import LearnerSettings, learner_settings
@@ -68,25 +67,14 @@ _Arrays = dict[str, np.ndarray[Any, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument(
-        "model",
-        type=Path,
-        metavar="RUN|MODEL",
-        help="a run folder, its run.toml, or a model folder",
-    )
-    parser.add_argument(
-        "--sequences", type=int, default=4, metavar="N", help="number of sequences, default 4"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of the longest sequence, default 32",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed that chooses the tokens, default 0"
-    )
+    text = "a run folder, its run.toml, or a model folder"
+    parser.add_argument("model", type=Path, metavar="RUN|MODEL", help=text)
+    text = "number of sequences, default 4"
+    parser.add_argument("--sequences", type=int, default=4, metavar="N", help=text)
+    text = "tokens of the longest sequence, default 32"
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help=text)
+    text = "seed that chooses the tokens, default 0"
+    parser.add_argument("--seed", type=int, default=0, help=text)
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -144,10 +132,9 @@ def main(arguments: argparse.Namespace) -> int:
                 found[ENGINE] = _of_engine(table, hf, sequences, folder, dtype)
     tolerance = _TOLERANCE[dtype] if arguments.tolerance is None else arguments.tolerance
     names = [name for name in (LEARNER, ENGINE, TRANSFORMERS) if name in found]
-    pairs = list(itertools.combinations(names, 2))
     results = [
         compare((first, found[first]), (second, found[second]), tolerance=tolerance)
-        for first, second in pairs
+        for first, second in itertools.combinations(names, 2)
     ]
     if arguments.json:
         print_json({"tolerance": tolerance, "comparisons": results})
@@ -181,10 +168,7 @@ def print_comparisons(
     results: Sequence[PairComparison], tolerance: float, console: Console
 ) -> None:
     """Print every point of every pair, then the verdicts."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("point", no_wrap=True)
-    for result in results:
-        table.add_column(f"{result.one} - {result.other}", justify="right")
+    table = plain_table("point", *(f"{result.one} - {result.other}" for result in results))
     values = [{point.point: point for point in result.points} for result in results]
     for name in max(map(list, values), key=len):
         table.add_row(name, *(_cell(points.get(name)) for points in values))

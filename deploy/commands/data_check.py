@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,51 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return data_check(arguments.overrides, arguments.config, arguments.model)
-
-
-@dataclass(slots=True)
-class SourceReport:
-    """Contents of one source."""
-
-    source: Source
-    num_rows: int
-    prompts: list[Prompt]
-    bad: list[tuple[str, str]]  # (row, reason): ends a run, or is skipped by data.on_bad_row
-    overlong: list[tuple[str, str]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # ascending
-    remarks: list[str] = field(default_factory=list)  # harmless to a run
-    unread: list[Reading] = field(default_factory=list)  # rows that no reward reads
-    example: str = ""
-
-    @property
-    def data_sources(self) -> Counter[str]:
-        """Number of prompts of each data source."""
-        return Counter(prompt.data_source for prompt in self.prompts)
-
-    @property
-    def num_truths(self) -> int:
-        """Number of prompts with a ground truth."""
-        return sum(prompt.ground_truth is not None for prompt in self.prompts)
-
-
-def data_check(words: Sequence[str], config: Path | None, model: str | None) -> int:
     """Print the contents of a file, or of all files in a run's settings; return the exit code.
-
-    ``words`` are section.key=value settings and at most one file.
 
     Raises:
         ConfigError: a file or setting that cannot be read at all, or that a reward refuses.
     """
-    overrides = [word for word in words if "=" in word]
-    files = [Path(word) for word in words if "=" not in word]
+    config: Path | None = arguments.config
+    overrides = [word for word in arguments.overrides if "=" in word]
+    files = [Path(word) for word in arguments.overrides if "=" not in word]
     if len(files) > 1 or not (files or config or overrides):
         raise ConfigError("give one FILE, or the settings of a run with --config RUN.toml")
     table = load_table(config or Path(os.devnull), overrides)
     sampling = section(table, "sampling", SamplingSection)
     data, run = section(table, "data", DataSection), section(table, "run", RunSection)
-    run = msgspec.structs.replace(run, model=model or run.model)
+    run = msgspec.structs.replace(run, model=arguments.model or run.model)
     if files:
         data = msgspec.structs.replace(data, file=str(files[0]), sources={})
         sources = training_sources(data)
@@ -140,6 +108,31 @@ def data_check(words: Sequence[str], config: Path | None, model: str | None) -> 
         verdict = f"rows that no reward reads: {unread:,} ({fate})" + f"; {verdict}" * bool(bad)
     console.print(Text(verdict, style="red" if bad or unread else "green"))
     return EXIT_BAD_ROWS if bad or (unread and not environment.is_named) else 0
+
+
+@dataclass(slots=True)
+class SourceReport:
+    """Contents of one source."""
+
+    source: Source
+    num_rows: int
+    prompts: list[Prompt]
+    bad: list[tuple[str, str]]  # (row, reason): ends a run, or is skipped by data.on_bad_row
+    overlong: list[tuple[str, str]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # ascending
+    remarks: list[str] = field(default_factory=list)  # harmless to a run
+    unread: list[Reading] = field(default_factory=list)  # rows that no reward reads
+    example: str = ""
+
+    @property
+    def data_sources(self) -> Counter[str]:
+        """Number of prompts of each data source."""
+        return Counter(prompt.data_source for prompt in self.prompts)
+
+    @property
+    def num_truths(self) -> int:
+        """Number of prompts with a ground truth."""
+        return sum(prompt.ground_truth is not None for prompt in self.prompts)
 
 
 def _codec(folder: Path, sampling: SamplingSection) -> "TextCodec":

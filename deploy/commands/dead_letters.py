@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -57,52 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """List, show, retry or drop dead letters of a run; the latter two while it is running."""
+    action, as_json = arguments.action, arguments.json
     words, folder = split_words(arguments.words, arguments.run)
-    return dead_letters(arguments.action, words, folder=folder, as_json=arguments.json)
-
-
-def split_words(words: Sequence[str], run: Path | None) -> tuple[list[str], Path | None]:
-    """Return the groups among some words, and the run: the word that names a folder, else ``run``.
-
-    Raises:
-        ConfigError: there is more than one run.
-    """
-    groups = [word for word in words if word == "all" or word.removeprefix("g").isdecimal()]
-    folders = [Path(word) for word in words if word not in groups]
-    runs = [*folders, *([run] if run is not None else [])]
-    if len(runs) > 1:
-        raise ConfigError(f"dead letters are of one run, got {', '.join(map(str, runs))}")
-    return groups, runs[0] if runs else None
-
-
-def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
-    """List, show, retry or drop dead letters of a run; the latter two while it is running.
-
-    ``action`` is list, show, retry or drop; ``words`` are groups as g17 or 17, or ``all``.
-    """
     run = run_of_folder(chosen_run(folder))
     console = make_console()
     if action == "list":
         letters, forgotten = _all(run)
         if as_json:
             return print_json({"letters": letters, "forgotten": forgotten})
-        if not letters:
-            console.print("no dead letters")
-            return 0
-        table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
-        for letter in letters:
-            last = letter.failures[-1].reason if letter.failures else ""
-            row = letter.prompt.row if letter.prompt.row >= 0 else letter.position
-            texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
-            retry = f" (retry of g{letter.retry_of})" if letter.retry_of >= 0 else ""
-            lines = (" ".join(text.split()) for text in texts)
-            short = (line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..." for line in lines)
-            table.add_row(f"g{letter.group_id}{retry}", str(row), *map(Text, short))
-        console.print(table)
-        if forgotten:
-            console.print(f"{forgotten} older ones were removed: their number is bounded")
-        console.print("slipstream dead-letters show|retry|drop GROUP|all")
+        _list(letters, forgotten, console)
         return 0
     letters = _chosen(run, words, action)
     if action == "show":
@@ -125,6 +89,40 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
         for group, reason in handled.refused.items():
             console.print(f"g{group}: refused: {reason}", style="red")
     return 1 if handled.refused else 0
+
+
+def split_words(words: Sequence[str], run: Path | None) -> tuple[list[str], Path | None]:
+    """Return the groups among some words, and the run: the word that names a folder, else ``run``.
+
+    Raises:
+        ConfigError: there is more than one run.
+    """
+    groups = [word for word in words if word == "all" or word.removeprefix("g").isdecimal()]
+    folders = [Path(word) for word in words if word not in groups]
+    runs = [*folders, *([run] if run is not None else [])]
+    if len(runs) > 1:
+        raise ConfigError(f"dead letters are of one run, got {', '.join(map(str, runs))}")
+    return groups, runs[0] if runs else None
+
+
+def _list(letters: Sequence[DeadLetter], forgotten: int, console: Console) -> None:
+    """Print a line of each dead letter."""
+    if not letters:
+        console.print("no dead letters")
+        return
+    table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
+    for letter in letters:
+        last = letter.failures[-1].reason if letter.failures else ""
+        row = letter.prompt.row if letter.prompt.row >= 0 else letter.position
+        texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
+        retry = f" (retry of g{letter.retry_of})" if letter.retry_of >= 0 else ""
+        lines = (" ".join(text.split()) for text in texts)
+        short = (line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..." for line in lines)
+        table.add_row(f"g{letter.group_id}{retry}", str(row), *map(Text, short))
+    console.print(table)
+    if forgotten:
+        console.print(f"{forgotten} older ones were removed: their number is bounded")
+    console.print("slipstream dead-letters show|retry|drop GROUP|all")
 
 
 def _all(run: RunSection) -> tuple[list[DeadLetter], int]:

@@ -54,10 +54,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.n < 1:
         raise ConfigError(f"--n must be at least 1, got {arguments.n}")
-    words: list[str] = []
-    for word in arguments.overrides:
-        named = f"environment.function={word}"
-        words.append(word if "=" in word else named)
+    words = [
+        word if "=" in word else f"environment.function={word}" for word in arguments.overrides
+    ]
     if arguments.model:
         words.append(f"run.model={arguments.model}")
     table = load_table(arguments.config, words)
@@ -72,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
 
     start_logging("env")
-    screen = _Screen(None if arguments.json else make_console(), len(prompts))
+    screen = _Screen(make_console(quiet=arguments.json), len(prompts))
     tried = asyncio.run(
         try_environment(
             settings, prompts, on_begin=screen.began, on_said=screen.said, on_end=screen.ended
@@ -113,9 +112,9 @@ def summary(tried: "Sequence[TriedTrajectory]") -> dict[str, Json]:
 
 
 class _Screen:
-    """Live print of each message; without a console nothing is printed."""
+    """Live print of each message."""
 
-    def __init__(self, console: Console | None, count: int) -> None:
+    def __init__(self, console: Console, count: int) -> None:
         self._console = console
         self._count = count
         self._shown: list[dict[str, Json]] = []  # history as it was printed
@@ -124,8 +123,7 @@ class _Screen:
     def began(self, number: int, prompt: Prompt) -> None:
         self._shown = []
         row = f", row {prompt.row}" if prompt.row >= 0 else ""
-        if self._console is not None:
-            self._console.rule(Text(f"trajectory {number + 1} of {self._count}{row}"))
+        self._console.rule(Text(f"trajectory {number + 1} of {self._count}{row}"))
 
     def said(self, said: "Said") -> None:
         history = list(said.asked)
@@ -182,5 +180,4 @@ class _Screen:
             self._print(f"-> {function['name']}({function['arguments']})", "yellow")
 
     def _print(self, text: str, style: str) -> None:
-        if self._console is not None:
-            self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)

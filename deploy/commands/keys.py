@@ -1,7 +1,6 @@
 """`slipstream keys`: make, list and revoke the keys that roles on other hosts need."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -52,59 +51,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return keys(
-        arguments.action,
-        arguments.names,
-        role=arguments.role,
-        folder=arguments.keys,
-        config=arguments.config,
-        as_json=arguments.json,
-        discard=arguments.discard,
-    )
-
-
-def keys(
-    action: str,
-    names: Sequence[str],
-    *,
-    role: str,
-    folder: Path | None,
-    config: Path | None,
-    as_json: bool,
-    discard: bool = False,
-) -> int:
-    """Make, list or revoke keys in ``folder``, by default that of the run's settings."""
+    """Make, list or revoke keys in a folder, by default that of the run's settings."""
+    folder: Path | None = arguments.keys
     if folder is None:
-        settings = load_table(config)
+        settings = load_table(arguments.config)
         folder = keys_folder(run_section(settings), section(settings, "broker", BrokerSection))
     console = make_console()
-    if action == "make":
-        kind = next((known for known in get_args(Role) if known == role), None)
-        if not names:
+    if arguments.action == "make":
+        if not arguments.names:
             raise ConfigError("slipstream keys make NAME --role ROLE: give the host that it is for")
-        if kind is None:
-            raise ConfigError(f"--role {role}: expected one of {', '.join(get_args(Role))}")
-        for name in names:
-            path = make_client_key(folder, name, kind)
+        if arguments.role not in get_args(Role):
+            expected = ", ".join(get_args(Role))
+            raise ConfigError(f"--role {arguments.role}: expected one of {expected}")
+        for name in arguments.names:
+            path = make_client_key(folder, name, arguments.role)
             console.print(
                 f"{path}\n  copy it to its host with scp, keep its mode 0600, and start the role "
                 f"there with run.key_file={path.name}",
                 soft_wrap=True,
             )
         return 0
-    if action == "revoke":
-        for name in names:
-            revoke(folder, name, discard=discard)
-            also = ", and its untrained answers are dropped" if discard else ""
+    if arguments.action == "revoke":
+        for name in arguments.names:
+            revoke(folder, name, discard=arguments.discard)
+            also = ", and its untrained answers are dropped" if arguments.discard else ""
             console.print(f"revoked {name}: it is refused from the next second on{also}")
         return 0
     found = {place: holders(folder, place) for place in ("authorized", "revoked")}
-    if as_json:
+    if arguments.json:
         return print_json(found)
     table = RichTable("name", "role", "public key", "", title=str(folder), title_justify="left")
-    for place, all_of_it in found.items():
-        for holder in all_of_it:
+    for place, its_holders in found.items():
+        for holder in its_holders:
             table.add_row(holder.name, holder.role, holder.public, place)
     console.print(table if table.row_count else f"no keys in {folder}")
     return 0

@@ -1,7 +1,7 @@
 """`slipstream ledger`: where every prompt of a run went."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from slipstream.broker.store.item_history import trace_item
 from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.launch.observer import fetch_account
 from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.figures import nonzero
 from slipstream.deploy.terminal.observe import run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
@@ -92,14 +93,9 @@ def _account(view: LedgerView) -> Iterator[Table]:
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("groups", *map(str, (view.issued, view.trained, view.sealed, dropped, in_flight)))
     flat = view.trajectories
-    table.add_row(
-        "trajectories",
-        str(flat["issued"]),
-        str(flat["trained"]),
-        str(view.sealed * view.group_size),
-        str(flat["dropped"]),
-        str(flat["in_flight"]),
-    )
+    sealed = view.sealed * view.group_size
+    figures = (flat["issued"], flat["trained"], sealed, flat["dropped"], flat["in_flight"])
+    table.add_row("trajectories", *map(str, figures))
     if view.unaccounted:
         table.caption = f"{view.unaccounted} groups are UNACCOUNTED FOR"
         table.caption_style = "bold red"
@@ -109,13 +105,11 @@ def _account(view: LedgerView) -> Iterator[Table]:
     kept = ""
     if steps := view.replay_steps:
         kept = f" (steps {steps[0]} to {steps[-1]})" if len(steps) > 1 else f" (step {steps[0]})"
+    open_by_state = {name: flat[name] for name in ("to_generate", "to_score", "scored")}
     rows = {
-        "in flight": _counts(view.in_flight) or "nothing",
-        "dropped": _counts(view.dropped) or "nothing",
-        "trajectories": _counts(
-            {name: flat[name] for name in ("to_generate", "to_score", "scored")}
-        )
-        or "none in flight",
+        "in flight": nonzero(view.in_flight) or "nothing",
+        "dropped": nonzero(view.dropped) or "nothing",
+        "trajectories": nonzero(open_by_state) or "none in flight",
         "prompts taken": f"{view.prompts_taken}{of}",
         "payloads": f"{_size(view.untrained_bytes)} untrained, {_size(view.replay_bytes)} trained "
         f"and not sealed{kept}",
@@ -136,8 +130,8 @@ def _work_in_flight(view: LedgerView) -> Iterator[Table]:
         for heading in ("process", "work", "leases", "trajectories"):
             table.add_column(heading, justify="right" if heading[0] in "lt" else "left")
         for holder in view.holders:
-            row = (holder.name, holder.work, str(holder.leases), str(holder.trajectories))
-            table.add_row(*row)
+            numbers = (str(holder.leases), str(holder.trajectories))
+            table.add_row(holder.name, holder.work, *numbers)
         yield table
     if not view.oldest:
         return
@@ -176,9 +170,7 @@ def _print_trace(folder: Path, prompt: str, *, as_json: bool) -> int:
         return print_json(trace)
     console = make_console()
     title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
-    table = Table(title=Text(title), title_justify="left")
-    for heading in ("time", "after", "event"):
-        table.add_column(heading, justify="left")
+    table = Table("time", "after", "event", title=Text(title), title_justify="left")
     start = trace.life[0].at_s if trace.life else 0.0
     for moment in trace.life:
         clock = datetime.fromtimestamp(moment.at_s).astimezone().strftime("%H:%M:%S")
@@ -189,10 +181,6 @@ def _print_trace(folder: Path, prompt: str, *, as_json: bool) -> int:
         also = ", ".join(f"g{group_id}" for group_id in trace.others)
         console.print(f"the same prompt was also {also}", style="dim", soft_wrap=True)
     return 0
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
 
 
 def _size(num_bytes: int) -> str:

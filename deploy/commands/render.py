@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.deploy.commands.options import add_config, add_overrides
@@ -43,23 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return render(
-        arguments.target,
-        arguments.config,
-        arguments.overrides,
-        out=arguments.out,
-        force=arguments.force,
-    )
-
-
-def render(
-    target: str, path: Path, overrides: Sequence[str], *, out: Path, force: bool = False
-) -> int:
-    """Write the files of a target into ``out``, all or, where one cannot be, none."""
+    """Write the files of a target into a folder, all or, where one cannot be, none."""
+    path, overrides = arguments.config, arguments.overrides
     config = run_config(load_table(path, overrides))
-    out = out.resolve()
-    match target:
+    out: Path = arguments.out.resolve()
+    match arguments.target:
         case "slurm":
             texts = render_slurm(config, out=out, folder=Path.cwd())
             following = f"sbatch {shlex.quote(str(out / JOB_FILE))}"
@@ -89,7 +76,7 @@ def render(
             texts = render_skypilot(config, there, out=out)
             launch = f"sky launch -c slipstream {shlex.quote(str(out / TASK_FILE))}"
             following = f"{shlex.quote(str(out / SKY_KEYS))} && {launch}"
-    write_files(texts, out, force=force)
+    write_files(texts, out, force=arguments.force)
     console = make_console()
     for name in texts:
         console.print(f"wrote {out / name}", soft_wrap=True, highlight=False)

@@ -3,7 +3,6 @@
 import argparse
 import secrets
 import time
-from pathlib import Path
 
 from slipstream.deploy.commands.options import add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
@@ -22,7 +21,7 @@ EXAMPLES = """examples:
   slipstream scale generators=6                start or end generators until there are six
   slipstream scale runs/demo generators=6      of a run that is not the newest
 """
-_ANSWER_S = 60.0
+ANSWER_S = 60.0  # in which the supervisor must answer
 _POLL_S = 0.1
 _POOL = "generators"
 
@@ -34,24 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return scale(chosen_run(arguments.folder), arguments.count)
-
-
-def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
     """Ask the supervisor of a run for another number of generators, and wait for its answer.
 
     Generators that leave hand their work back first; the staleness bound holds throughout.
-
-    Args:
-        folder: Folder of the run.
-        wanted: generators=N.
-        answer_s: Seconds in which the supervisor must answer.
 
     Raises:
         ConfigError: there is no such run, or it cannot have so many.
         PeerLostError: nothing answers.
     """
+    folder, wanted = chosen_run(arguments.folder), arguments.count
     pool, _, number = wanted.partition("=")
     is_short = number.isdecimal() and len(number) <= len(str(MOST_GENERATORS))
     if pool != _POOL or not is_short or not 1 <= int(number) <= MOST_GENERATORS:
@@ -63,11 +53,11 @@ def scale(folder: Path, wanted: str, *, answer_s: float = _ANSWER_S) -> int:
         raise ConfigError(f"{folder} is not running: set generators.count where it is started")
     request = ScaleRequest(id=secrets.token_hex(8), generators=int(number))
     write_request(folder, request)
-    deadline = time.monotonic() + answer_s
+    deadline = time.monotonic() + ANSWER_S
     while (answer := read_answer(folder, request.id)) is None:
         if time.monotonic() > deadline:
             raise PeerLostError(
-                f"the supervisor of {folder} has not answered for {answer_s:g} s; it takes the "
+                f"the supervisor of {folder} has not answered for {ANSWER_S:g} s; it takes the "
                 "request when it can"
             )
         time.sleep(_POLL_S)

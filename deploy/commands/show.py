@@ -6,10 +6,9 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
@@ -19,7 +18,6 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import TRAINED, answers_files
 from slipstream.wire.files.trained_parts import (
-    Excerpt,
     TrajectoryPart,
     called_tools,
     excerpt,
@@ -31,7 +29,6 @@ from slipstream.wire.process.safe_text import visible
 Row = dict[str, Any]
 _MOST_PROMPT = 20_000  # characters
 _MOST_CONTEXT = 2_000  # characters of one piece of context
-_CONTEXT = "yellow"
 _REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # start of a reply in the full text
 _OTHER = re.compile(r"^(?:user|tool|system|developer|function): ", re.MULTILINE)
 EXAMPLES = """examples:
@@ -58,38 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return show(
-        chosen_run(arguments.folder),
-        make_console(),
-        count=arguments.last,
-        step=arguments.step,
-        group=arguments.group,
-        evaluation=arguments.eval,
-        as_json=arguments.json,
-    )
-
-
-def show(
-    run: Path,
-    console: Console,
-    *,
-    count: int,
-    step: int | None = None,
-    group: int | None = None,
-    evaluation: bool = False,
-    as_json: bool = False,
-) -> int:
     """Print the newest recorded trajectories, or answers of the newest evaluation.
-
-    At most ``count`` are printed, if asked for only those of a learner step (or evaluation) and
-    of a group; ``evaluation`` shows answers to held-out problems instead. ``as_json`` prints rows
-    as they were recorded.
 
     Raises:
         ConfigError: nothing was recorded there.
     """
-    if evaluation:
+    run, console = chosen_run(arguments.folder), make_console()
+    step, group = arguments.step, arguments.group
+    if arguments.eval:
         found = answers_files(run)
         newest = max(found, default=0) if step is None else step
         if newest not in found:
@@ -97,7 +70,7 @@ def show(
         path, panel = found[newest], _answer
     else:
         path, panel = run / TRAINED, _trajectory
-    wanted: deque[Row] = deque(maxlen=count)
+    wanted: deque[Row] = deque(maxlen=arguments.last)
     try:
         lines = path.open()
     except OSError as error:
@@ -110,12 +83,12 @@ def show(
                 row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"row {number} of {path} is damaged: {error}") from error
-            is_of_step = evaluation or step is None or row["step"] == step
+            is_of_step = arguments.eval or step is None or row["step"] == step
             if is_of_step and (group is None or row.get("group_id", row.get("problem")) == group):
                 wanted.append(row)
     if not wanted:
         raise ConfigError(f"{path} holds none of these")
-    if as_json:
+    if arguments.json:
         sys.stdout.writelines(json.dumps(row) + "\n" for row in wanted)
         return 0
     for row in wanted:
@@ -200,7 +173,7 @@ def _recorded_turns(row: Row) -> Iterator[RenderableType]:
             continue
         if part.branch:
             yield _branch(part.branch, part.num_shared, part.shared_with)
-        yield _context(excerpt("".join(own[part.num_shared :]), _MOST_CONTEXT))
+        yield _context("".join(own[part.num_shared :]))
 
 
 def _replies(row: Row) -> Iterator[RenderableType]:
@@ -214,7 +187,7 @@ def _replies(row: Row) -> Iterator[RenderableType]:
     branches = {first: number for number, first in enumerate(row["branches"], start=2)}
     end = 0
     if between is None:
-        yield _context(excerpt(row["answer"], _MOST_CONTEXT))
+        yield _context(row["answer"])
     for number, (reply, (first, count)) in enumerate(
         zip(row["replies"], _turns_of(row), strict=True), start=1
     ):
@@ -222,7 +195,7 @@ def _replies(row: Row) -> Iterator[RenderableType]:
             yield _branch(branches[end], 0, 0)
         before = between[number - 1].strip() if between else ""
         if before and number > 1:
-            yield _context(excerpt(before, _MOST_CONTEXT))
+            yield _context(before)
         end = first + count
         part = TrajectoryPart(first_token=first, end=end, turn=number)
         yield _head(row, part, versions_of(part, runs), reply)
@@ -261,12 +234,18 @@ def _branch(number: int, num_shared: int, shared_with: int) -> Text:
     return Text(text, style="bold magenta")
 
 
-def _context(text: Excerpt) -> RenderableType:
-    shown = Text(visible(text.head), style=_CONTEXT)
-    if text.num_cut:
-        shown.append(f"\n[{text.num_cut:,} characters are left out]\n", style="dim")
-        shown.append(visible(text.tail))
-    return Padding(shown, (0, 0, 0, 4))
+def _context(text: str) -> RenderableType:
+    return Padding(_excerpt(text, _MOST_CONTEXT, style="yellow"), (0, 0, 0, 4))
+
+
+def _excerpt(text: str, most_characters: int, *, style: str = "") -> Text:
+    """Return a text, without its middle if it is too long."""
+    part = excerpt(text, most_characters)
+    shown = Text(visible(part.head), style=style)
+    if part.num_cut:
+        shown.append(f"\n[{part.num_cut:,} characters are left out]\n", style="dim")
+        shown.append(visible(part.tail))
+    return shown
 
 
 def _panel(
@@ -278,11 +257,7 @@ def _panel(
         lines.append(f"{name} ", style="dim")
         lines.append(f"{value}\n")
     lines.rstrip()
-    prompt = excerpt(row["prompt"], _MOST_PROMPT)
-    asked = Text(visible(prompt.head))
-    if prompt.num_cut:
-        asked.append(f"\n[{prompt.num_cut:,} characters are left out]\n", style="dim")
-        asked.append(visible(prompt.tail))
+    asked = _excerpt(row["prompt"], _MOST_PROMPT)
     answer = [Text("answer", style="dim"), Text(visible(row["answer"]), style="bold")]
     body = [Text("prompt", style="dim"), asked, Text(), *(turns or answer), Text(), lines]
     return Panel(Group(*body), title=Text(visible(title)), title_align="left")

@@ -9,6 +9,8 @@ is predicted. With --out it writes a run folder for `slipstream dashboard`, `met
 import argparse
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,10 +20,10 @@ from rich.table import Table
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.advise.fit import lengths_of
-from slipstream.deploy.predict.advise.record import record_of
+from slipstream.deploy.predict.advise.record import Record, record_of
 from slipstream.deploy.predict.laws.learner_step import passes_of
 from slipstream.deploy.predict.simulate.lengths import Fixed, Lengths, LogNormal, cut
-from slipstream.deploy.predict.simulate.of_run import Hardware, Imagined, scenario_of
+from slipstream.deploy.predict.simulate.of_run import Hardware, scenario_of
 from slipstream.deploy.predict.simulate.outcome import SimulatedRun, StepRecord
 from slipstream.deploy.predict.simulate.run_folder import SimulatedFolder
 from slipstream.deploy.predict.simulate.scenario import Faults, Scenario
@@ -39,6 +41,7 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.sections import SamplingSection
 
 EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4
@@ -48,18 +51,6 @@ EXAMPLES = """examples:
   slipstream simulate run.toml --gpu H100 --engines 12 --learner-gpus 4 --like runs/demo
 """
 _SAY_EVERY_S = 2.0
-_MAY_BE_ZERO = frozenset(
-    {
-        "spread",
-        "engine_mtbf_h",
-        "kl_per_lag",
-        "slow_share",
-        "seed",
-        "engine_base_ms",
-        "reward_s",
-        "useless_share",
-    }
-)
 _SPREAD = 0.8
 _MOST_WARM = 5  # learner steps that means leave out: engines begin with nothing under way
 
@@ -89,57 +80,28 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--engines", type=int, help="number of engines, default generators.count")
-    text = "ranks of one engine, default those of generators.sglang"
-    parser.add_argument("--gpus-per-engine", type=int, help=text)
-    text = "GPUs of the learner, default learner.ranks"
-    parser.add_argument("--learner-gpus", type=int, help=text)
+    add_count, add_number = (partial(parser.add_argument, type=kind) for kind in (int, float))
+    add_count("--engines", help="number of engines, default generators.count")
+    add_count("--gpus-per-engine", help="ranks of one engine, default those of generators.sglang")
+    add_count("--learner-gpus", help="GPUs of the learner, default learner.ranks")
     add_model(parser)
     add_hardware(parser)
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="RUN",
-        help="a run's folder: lengths, useless groups and seconds to a reward are as it had them",
-    )
-    parser.add_argument(
-        "--spread",
-        type=float,
-        help="deviation of response lengths over their mean; 0: all are equal; default 0.8",
-    )
-    parser.add_argument(
-        "--passes",
-        type=float,
-        help="passes of the learner over a batch; a forward pass alone is 0.33; default those of "
-        "the settings",
-    )
-    parser.add_argument(
-        "--publish-every", type=int, default=1, help="learner steps between publishes, default 1"
-    )
-    parser.add_argument(
-        "--reward-s", type=float, help="seconds from an answer to its reward, default 0"
-    )
-    parser.add_argument(
-        "--useless-share",
-        type=float,
-        help="share of groups with equal rewards, which are dropped; default 0",
-    )
-    parser.add_argument(
-        "--engine-mtbf-h", type=float, default=0.0, help="hours between failures of one engine"
-    )
-    parser.add_argument(
-        "--slow-share", type=float, default=0.0, help="share of engines that take 1.5 times as long"
-    )
-    parser.add_argument(
-        "--kl-per-lag",
-        type=float,
-        default=0.0,
-        help="mismatch_kl of a token of staleness 1, growing with its square; for such a target",
-    )
-    parser.add_argument("--steps", type=int, help="learner steps, default run.steps")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of everything that is drawn, default 0"
-    )
+    text = "a run's folder: lengths, useless groups and seconds to a reward are as it had them"
+    parser.add_argument("--like", type=Path, metavar="RUN", help=text)
+    text = "deviation of response lengths over their mean; 0: all are equal; default 0.8"
+    add_number("--spread", help=text)
+    text = "passes of the learner over a batch; a forward pass alone is 0.33; default those of the "
+    add_number("--passes", help=f"{text}settings")
+    add_count("--publish-every", default=1, help="learner steps between publishes, default 1")
+    add_number("--reward-s", help="seconds from an answer to its reward, default 0")
+    text = "share of groups with equal rewards, which are dropped; default 0"
+    add_number("--useless-share", help=text)
+    add_number("--engine-mtbf-h", default=0.0, help="hours between failures of one engine")
+    add_number("--slow-share", default=0.0, help="share of engines that take 1.5 times as long")
+    text = "mismatch_kl of a token of staleness 1, growing with its square; for such a target"
+    add_number("--kl-per-lag", default=0.0, help=text)
+    add_count("--steps", help="learner steps, default run.steps")
+    add_count("--seed", default=0, help="seed of everything that is drawn, default 0")
     parser.add_argument("--out", type=Path, help="write a run folder here, which must be empty")
     add_json(parser)
     add_overrides(parser)
@@ -166,8 +128,7 @@ def main(arguments: argparse.Namespace) -> int:
         folder.close()
     found = prediction_of(outcome)
     if arguments.json:
-        print_json(found)
-        return 0
+        return print_json(found)
     print_prediction(found, scenario, console)
     took_s = time.monotonic() - began_s
     console.print(f"[dim]{outcome.seconds:,.0f} s of the run took {took_s:.1f} s[/dim]")
@@ -182,7 +143,7 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
     Raises:
         ConfigError: A number is out of range, a GPU is unknown, or the settings cannot be used.
     """
-    refuse_numbers(arguments, may_be_zero=_MAY_BE_ZERO)
+    refuse_numbers(arguments)
     config, hf = run_and_shape(arguments)
     generators, given = config.generators.generators, arguments
     engine_gpus = given.gpus_per_engine or generators.num_ranks
@@ -197,15 +158,39 @@ def asked_of(arguments: argparse.Namespace) -> tuple[RunConfig, Scenario]:
         gpus_per_engine=engine_gpus,
         learner_gpus=given.learner_gpus or config.learner.learner.ranks,
     )
-    return config, scenario_of(config, hf, hardware, _imagined(given, config, hf))
+    if config.run.staleness_target.mismatch_kl is not None and not given.kl_per_lag:
+        raise ConfigError(
+            "run.staleness_target.mismatch_kl: a simulation computes no policy; say with "
+            "--kl-per-lag how many nats a token of staleness 1 has"
+        )
+    like = None if given.like is None else record_of(given.like)
+    lengths, prompt_tokens = _tokens(given, config.generators.sampling, like)
+    passes = _passes(config, hf) if given.passes is None else given.passes
+    scenario = scenario_of(
+        config, hf, hardware, lengths=lengths, prompt_tokens=prompt_tokens, passes=passes
+    )
+    return config, replace(
+        scenario,
+        steps=scenario.steps if given.steps is None else given.steps,
+        publish_every=given.publish_every,
+        score_s=_first(given.reward_s, None if like is None else like.score_s),
+        useless_share=_first(given.useless_share, None if like is None else like.useless_share),
+        kl_per_lag=given.kl_per_lag,
+        faults=Faults(
+            engine_mtbf_s=3600 * given.engine_mtbf_h,
+            lease_s=config.broker.broker.lease_s,
+            slow_share=given.slow_share,
+            max_attempts=config.broker.broker.max_attempts,
+        ),
+        seed=given.seed,
+    )
 
 
-def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) -> Imagined:
-    """Return what the options add to the settings of a run."""
-    sampling, broker = config.generators.sampling, config.broker.broker
-    like = None if arguments.like is None else record_of(arguments.like)
+def _tokens(
+    arguments: argparse.Namespace, sampling: SamplingSection, like: Record | None
+) -> tuple[Lengths, int]:
+    """Return the lengths of responses and of each prompt; an option wins over a run's figures."""
     prompt_tokens, response_tokens = mean_tokens(arguments, sampling)
-    lengths: Lengths
     longest = sampling.max_response_tokens
     if like is not None and arguments.mean_prompt is None:
         prompt_tokens = like.prompt_tokens
@@ -215,24 +200,7 @@ def _imagined(arguments: argparse.Namespace, config: RunConfig, hf: HfConfig) ->
         lengths = _lengths(response_tokens, arguments.spread, longest)
     else:
         lengths = cut(lengths_of(like), longest)
-    passes = _passes(config, hf) if arguments.passes is None else arguments.passes
-    return Imagined(
-        lengths=lengths,
-        prompt_tokens=max(1, round(prompt_tokens)),
-        passes=passes,
-        steps=arguments.steps,
-        publish_every=arguments.publish_every,
-        score_s=_first(arguments.reward_s, None if like is None else like.score_s),
-        useless_share=_first(arguments.useless_share, None if like is None else like.useless_share),
-        kl_per_lag=arguments.kl_per_lag,
-        faults=Faults(
-            engine_mtbf_s=3600 * arguments.engine_mtbf_h,
-            lease_s=broker.lease_s,
-            slow_share=arguments.slow_share,
-            max_attempts=broker.max_attempts,
-        ),
-        seed=arguments.seed,
-    )
+    return lengths, max(1, round(prompt_tokens))
 
 
 def _passes(config: RunConfig, hf: HfConfig) -> float:
@@ -246,8 +214,7 @@ def _passes(config: RunConfig, hf: HfConfig) -> float:
             f"{error.name} is not installed: passes of a reference, a teacher and a critic are not "
             "counted (say --passes)\n"
         )
-    found = passes_of(hf, config.learner, frozen=num_frozen, has_critic=has_critic)
-    return found.in_trainings
+    return passes_of(hf, config.learner, frozen=num_frozen, has_critic=has_critic).in_trainings
 
 
 def _first(*given: float | None) -> float:

@@ -10,7 +10,6 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -52,23 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return top(chosen_run(arguments.folder), as_json=arguments.json)
-
-
-def top(folder: Path, *, as_json: bool) -> int:
-    """Show a run until q is pressed, or print its state once.
-
-    With ``as_json`` print the figures of now, or of the end of the run, with advisories.
+    """Show a run until q is pressed, or print once its newest figures, with advisories.
 
     Raises:
         ConfigError: it is no run folder, or there is no terminal to draw on.
-        PeerLostError: as_json, no broker answers, and none has saved its state.
+        PeerLostError: --json, no broker answers, and none has saved its state.
     """
+    folder = chosen_run(arguments.folder)
     run = run_of_folder(folder)
     stored = read_state(folder / PAGE_STATE)
     recent = recent_of(folder, stored)
-    if as_json:
+    if arguments.json:
         status = newest_status(run, stored, recent)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from slipstream.broker.history.columns import read_state
 from slipstream.broker.ledger.events import decode_event
@@ -24,7 +23,7 @@ from slipstream.wire.files.replace import replacing_file
 from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL
 from slipstream.wire.messages.weightbus import PublishRecord
 
-TRACE = Path("trace.json")
+TRACE = "trace.json"
 EXAMPLES = """examples:
   slipstream trace runs/demo               writes runs/demo/trace.json
   slipstream trace --out /tmp/demo.json    of the newest run
@@ -45,29 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    most = arguments.max_spans
-    if most < 1:
-        raise ConfigError(f"--max-spans must be at least 1, got {most}")
-    folder = chosen_run(arguments.folder)
-    return write_trace(folder, arguments.out, make_console(), max_spans=most)
-
-
-class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields read from summary.json."""
-
-    newest: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
-    publishes: int = 0
-
-
-def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: int) -> int:
     """Write the trace of a run and summarize it.
-
-    It is ``out``, or trace.json in the folder. Spans beyond ``max_spans`` are counted only.
 
     Raises:
         ConfigError: the run keeps no trail.
     """
+    max_spans, console = arguments.max_spans, make_console()
+    if max_spans < 1:
+        raise ConfigError(f"--max-spans must be at least 1, got {max_spans}")
+    folder = chosen_run(arguments.folder)
     if not (folder / TRAIL).is_dir():
         raise ConfigError(f"{folder} holds no {TRAIL}/: no run, or broker.max_trail_bytes = 0")
     reader = TrailReader(max_spans=max_spans)
@@ -89,7 +74,7 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
     marks = [*reader.marks]
     if stored is not None:
         marks += history_marks(stored.history)
-    path = out or folder / TRACE
+    path = arguments.out or folder / TRACE
     with writing(path, "--out"), replacing_file(path, durable=False) as file:
         head = json.dumps({"run": folder.name})
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n'.encode())
@@ -102,16 +87,19 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
         "chrome://tracing",
         soft_wrap=True,
     )
+    notes = []
     if reader.num_cut:
-        console.print(
-            f"{reader.num_cut} older spans were left out: {max_spans} is the limit (--max-spans)",
-            style="yellow",
-            soft_wrap=True,
-        )
+        limit = f"{max_spans} is the limit (--max-spans)"
+        notes.append(f"{reader.num_cut} older spans were left out: {limit}")
     if (num_lost := summary.publishes - len(summary.newest)) > 0:
-        console.print(
-            f"{num_lost} older publishes were left out: a run keeps the newest",
-            style="yellow",
-            soft_wrap=True,
-        )
+        notes.append(f"{num_lost} older publishes were left out: a run keeps the newest")
+    for note in notes:
+        console.print(note, style="yellow", soft_wrap=True)
     return 0
+
+
+class _Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields read from summary.json."""
+
+    newest: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
+    publishes: int = 0

@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -27,13 +26,13 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import Table, load_table, section
-from slipstream.wire.settings.sections import RunSection, local_file
 from slipstream.wire.unreadable import UNREADABLE
 
 EXIT_UNAVAILABLE = 1
 _ANSWER_COLUMNS = ("response", "solution")
 _GYM = "reasoning_gym:"
 _SHOWN_CHARACTERS = 60
+_Sample = tuple[ScoringItem, Transcript]  # one answer to score
 EXAMPLES = """examples:
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
   slipstream reward test --reward my.py:score --data train.jsonl --answers answers.jsonl
@@ -68,16 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return try_reward(
-        arguments.overrides,
-        reward=arguments.reward,
-        data=arguments.data,
-        count=arguments.n,
-        answers=arguments.answers,
-        config=arguments.config,
-        as_json=arguments.json,
-    )
+    """Score answers to the first rows of a file, print them; return the exit code.
+
+    Answers are in the file of --answers (one per line and row: text, or an object with response or
+    solution, and row where they are not in order), or in a column response or solution, or else are
+    the ground truth and an empty text.
+
+    Raises:
+        ConfigError: a file, function or setting that cannot be used.
+    """
+    if arguments.n < 1:
+        raise ConfigError(f"--n must be at least 1, got {arguments.n}")
+    table = load_table(arguments.config or Path(os.devnull), arguments.overrides)
+    settings = section(table, "reward", RewardSection)
+    samples = _samples(table, arguments.data, arguments.n, arguments.answers)
+    hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
+    tested, seconds = asyncio.run(_score(settings, arguments.reward, hide, samples))
+    if arguments.json:
+        print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
+    else:
+        _show(tested, seconds, make_console())
+    return EXIT_UNAVAILABLE if any(answer.reward is None for answer in tested) else 0
 
 
 class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,65 +106,15 @@ class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ms: float  # since its group was submitted, so the time of others is in it
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One answer to score. Answers to the same row are siblings."""
-
-    group: int
-    sibling: int
-    prompt: Prompt
-    answer: str
-
-
-def try_reward(
-    words: Sequence[str],
-    *,
-    reward: str = "",
-    data: str = "",
-    count: int = 20,
-    answers: Path | None = None,
-    config: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Score answers to the first rows of a file, print them; return the exit code.
-
-    Args:
-        words: section.key=value settings.
-        reward: MODULE:NAME or FILE.py:NAME for every row; by default that of [reward].
-        data: a JSONL or parquet file, or reasoning_gym:NAME; by default data.file.
-        count: how many rows; their answers are in a column response or solution, or else are
-            the ground truth and an empty text.
-        answers: JSONL file with one answer per line and row: text, or an object with response or
-            solution, and row where they are not in order.
-        config: settings of a run.
-        as_json: print everything, for programs.
-
-    Raises:
-        ConfigError: a file, function or setting that cannot be used.
-    """
-    if count < 1:
-        raise ConfigError(f"--n must be at least 1, got {count}")
-    table = load_table(config or Path(os.devnull), words)
-    settings = section(table, "reward", RewardSection)
-    samples = _samples(table, data, count, answers)
-    hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
-    tested, seconds = asyncio.run(_score(settings, reward, hide, samples))
-    failed = any(answer.reward is None for answer in tested)
-    if as_json:
-        print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
-    else:
-        _show(tested, seconds, make_console())
-    return EXIT_UNAVAILABLE if failed else 0
-
-
 # ---- samples -------------------------------------------------------------------
 
 
-def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:
+def _samples(table: Table, where: str, count: int, answers: Path | None) -> list[_Sample]:
+    """Return answers to the first ``count`` rows of a file, or of reasoning_gym:NAME.
+
+    Answers to the same row are siblings.
+    """
     section_ = section(table, "data", DataSection)
-    where = data or local_file(section(table, "run", RunSection), section_.file, "data.file")
-    if not where:
-        raise ConfigError("give the problems with --data FILE, or data.file")
     gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""
     rules = RowRules(
         data_source=gym or "default",
@@ -191,7 +151,7 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
         elif not texts:  # a right one, if it is known, and an empty one
             is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
             texts = [str(truth), ""] if is_plain and truth != "" else [""]
-        samples += [_Sample(group, i, prompt, text) for i, text in enumerate(texts)]
+        samples += [_sample(group, i, prompt, text) for i, text in enumerate(texts)]
     if given:
         first = min(given)
         if first < 0 or num_rows < count:
@@ -201,6 +161,16 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
     if not samples:
         raise ConfigError(f"--data {where} holds no rows, or none with an answer")
     return samples
+
+
+def _sample(group: int, sibling: int, prompt: Prompt, answer: str) -> _Sample:
+    transcript = Transcript(
+        prompt=prompt,
+        response=answer,
+        num_response_tokens=max(1, len(answer.split())),
+        finish_reason="stop",
+    )
+    return ScoringItem(group_id=group, sibling=sibling, lease_id=0), transcript
 
 
 def _answers_by_row(path: Path) -> dict[int, list[str]]:
@@ -240,28 +210,16 @@ async def _score(
         run_start_s = time.perf_counter()
         tested: list[TestedAnswer] = []
         # One group after the other, so that times mean something.
-        for _, siblings in groupby(samples, key=lambda sample: sample.group):
+        for _, siblings in groupby(samples, key=lambda sample: sample[0].group_id):
             group = list(siblings)
-            work = [
-                (
-                    ScoringItem(group_id=sample.group, sibling=sample.sibling, lease_id=0),
-                    Transcript(
-                        prompt=sample.prompt,
-                        response=sample.answer,
-                        num_response_tokens=max(1, len(sample.answer.split())),
-                        finish_reason="stop",
-                    ),
-                )
-                for sample in group
-            ]
             start_s = time.perf_counter()
             found: dict[int, TestedAnswer] = {}
-            async for score in pool.score(work):
-                sample = group[score.sibling]
+            async for score in pool.score(group):
+                _, transcript = group[score.sibling]
                 found[score.sibling] = TestedAnswer(
-                    row=sample.prompt.row,
-                    data_source=sample.prompt.data_source,
-                    answer=sample.answer,
+                    row=transcript.prompt.row,
+                    data_source=transcript.prompt.data_source,
+                    answer=transcript.response,
                     reward=score.reward,
                     parts=score.parts,
                     unavailable=score.unavailable,
@@ -269,7 +227,7 @@ async def _score(
                     version=score.version,
                     ms=1e3 * (time.perf_counter() - start_s),
                 )
-            tested += [found[sample.sibling] for sample in group]
+            tested += [found[item.sibling] for item, _ in group]
         return tested, time.perf_counter() - run_start_s
     finally:
         await pool.close()

@@ -4,12 +4,13 @@ import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.predict.memory.gpu import GIB, generator_memory, learner_memory
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.deploy.predict.size.options import policies_beside
+from slipstream.deploy.terminal.console import plain_table
 from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.sections import model_folder
@@ -26,12 +27,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     Raises:
         ConfigError: [algo] names no algorithm that this run can train.
     """
-    from slipstream.learner.training.algorithm import (
-        algorithm_of,
-        frozen_policies,  # torch: seconds that no other command needs
-    )
-
-    algorithm = algorithm_of(config.learner)
+    frozen, has_critic = policies_beside(config)
     _print_processes(config, plans, console)
     hf = load_hf_config(model_folder(config.run))
     refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
@@ -42,8 +38,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
-    frozen = frozen_policies(algorithm, config.learner)
-    learner = learner_memory(hf, config, frozen=frozen, has_critic=algorithm.choice.needs_values)
+    learner = learner_memory(hf, config.learner, frozen=frozen, has_critic=has_critic)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
@@ -65,9 +60,7 @@ def _print_processes(config: RunConfig, plans: Sequence[RolePlan], console: Cons
         f"host{'' if hosts == 1 else 's'}, {config.run.mode}, staleness bound "
         f"{config.run.staleness_bound}"
     )
-    table = Table(box=None, pad_edge=False)
-    for title in ("process", "host", "GPUs"):
-        table.add_column(title, no_wrap=True)
+    table = plain_table("process", "host", "GPUs", left=3)
     for alike in _alike(plans):
         gpus = [gpu for plan in alike for gpu in plan.gpus or ()]
         shown = ", ".join(map(str, gpus)) if alike[0].gpus is not None else "-"
@@ -114,9 +107,7 @@ def _print_parts(
     parts_shown: bool = True,
 ) -> bool:
     console.print(title, style="bold")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
+    table = plain_table("part", "GiB")
     table.add_column("formula")
     for part in parts if parts_shown else ():
         table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)

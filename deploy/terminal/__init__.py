@@ -1,4 +1,4 @@
 """Terminal views of a run, and the readers of its state.
 
-Imported by deploy.commands.
+Imported by deploy.commands and deploy.preflight.
 """

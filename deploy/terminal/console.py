@@ -38,6 +38,14 @@ def make_console(
     return kind(markup=False, emoji=False, **options)
 
 
+def plain_table(*titles: str, left: int = 1) -> Table:
+    """Return a table without lines: ``left`` columns of text, then columns of numbers."""
+    table = Table(box=None, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
 class _VisibleConsole(Console):
     """Shows only rich's own control codes; those in texts become visible."""
 

@@ -126,6 +126,11 @@ def counts(of: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {count}" for name, count in of.items())
 
 
+def nonzero(of: Mapping[str, int]) -> str:
+    """Return counts by name as one line, without those that are 0."""
+    return counts({name: count for name, count in of.items() if count})
+
+
 def rates(of: Mapping[str, float]) -> str:
     """Return rates by name as one line."""
     return ", ".join(f"{name} {rate:.0f}" for name, rate in of.items())

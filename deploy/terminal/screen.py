@@ -3,19 +3,16 @@
 import re
 import textwrap
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from slipstream.broker.advisories.view import Advisory
 from slipstream.deploy.terminal.figures import (
     MEMBER_COLORS,
     age,
-    counts,
     equation,
     last_figure,
+    nonzero,
     number,
     rates,
     scores,
@@ -42,16 +39,6 @@ _ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
 _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
 
 
-class ScreenHistory(Protocol):
-    """Earlier state of the run."""
-
-    def busy(self, process: str) -> float | None:
-        """Return the share of the last seconds that a process was busy; None is not known."""
-
-    def curve(self, name: str) -> Sequence[float]:
-        """Return a figure of the learner steps so far."""
-
-
 def draw(
     status: RunStatus,
     recent: Recent,
@@ -65,9 +52,8 @@ def draw(
     is_plain = not console.encoding.lower().startswith("utf")
     lines = lines_of(
         status,
-        recent.advisories(),
+        recent,
         Screen(console.width, height, plain=is_plain),
-        recent=recent,
         trouble=trouble,
         footer=footer,
         now_s=time.time(),
@@ -77,10 +63,9 @@ def draw(
 
 def lines_of(
     status: RunStatus,
-    advisories: Sequence[Advisory],
+    recent: Recent,
     screen: Screen,
     *,
-    recent: ScreenHistory,
     trouble: str = "",
     footer: str = "",
     now_s: float,
@@ -91,7 +76,7 @@ def lines_of(
     """
     head = _head(status, trouble, screen)
     advice: list[Text] = []
-    for advisory in advisories:
+    for advisory in recent.advisories():
         wrapped = textwrap.wrap(visible(advisory.text), screen.width - TITLE - 2)
         marks = ("! ", *("  " for _ in wrapped[1:]))
         style = _COLORS[advisory.level]
@@ -151,7 +136,7 @@ def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
 # ---- blocks ------------------------------------------------------------------
 
 
-def _learning(status: RunStatus, recent: ScreenHistory, screen: Screen) -> list[Text]:
+def _learning(status: RunStatus, recent: Recent, screen: Screen) -> list[Text]:
     figures = {
         "reward": number(last_figure(status, "reward/sampled")),
         "trained reward": number(last_figure(status, "reward/mean")),
@@ -181,9 +166,7 @@ def _learning(status: RunStatus, recent: ScreenHistory, screen: Screen) -> list[
     return lines
 
 
-def _pools(
-    status: RunStatus, recent: ScreenHistory, screen: Screen
-) -> tuple[list[Text], list[Text]]:
+def _pools(status: RunStatus, recent: Recent, screen: Screen) -> tuple[list[Text], list[Text]]:
     """Return a line per process, and below them its engine's answers and its time by phase.
 
     Processes in trouble come first in their kind. If all details fit on lines, nothing is below.
@@ -300,17 +283,15 @@ def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text
 
 
 def _groups(status: RunStatus) -> list[Text]:
-    in_flight = {name: count for name, count in status.in_flight.items() if count}
-    dropped = {name: count for name, count in status.dropped.items() if count}
     lines = [
         Text(equation(status), style="bold red" if status.unaccounted else ""),
-        Text(f"dropped {counts(dropped) or 'none'}"),
-        Text(f"in flight {counts(in_flight) or 'none'}; {status.sealed} sealed"),
+        Text(f"dropped {nonzero(status.dropped) or 'none'}"),
+        Text(f"in flight {nonzero(status.in_flight) or 'none'}; {status.sealed} sealed"),
     ]
-    ready = {f"lag {lag}": count for lag, count in status.lags_in_queue.items() if count}
+    ready = nonzero({f"lag {lag}": count for lag, count in status.lags_in_queue.items()})
     if ready:  # present age of groups that wait for the learner
         oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
-        lines.append(Text(f"ready, the oldest for {oldest}: {counts(ready)}"))
+        lines.append(Text(f"ready, the oldest for {oldest}: {ready}"))
     return lines
 
 
@@ -342,7 +323,9 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
         if screen.width >= _WIDE:
             phases = ", ".join(f"{visible(p)} {s:.3f}" for p, s in record.phase_seconds.items())
             publish.append(f": {phases}", style="dim")
-    members = sorted(status.members, key=lambda one: (one.state == "current", _natural(one.name)))
+    members = sorted(
+        status.members, key=lambda member: (member.state == "current", _natural(member.name))
+    )
     held = [
         Text.assemble(
             f"{visible(member.name)[:16]:16} ",

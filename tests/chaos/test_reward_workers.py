@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.deploy.commands.dead_letters import dead_letters
 from slipstream.deploy.launch.observer import ask_broker
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BATCHES
@@ -17,6 +16,7 @@ from slipstream.wire.messages.codec import decode_transcript
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 from tests.chaos.harness import Chaos, chaos_run
+from tests.support.commands import call_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 SLOW = """
@@ -122,16 +122,16 @@ def test_what_cannot_be_scored_becomes_a_dead_letter_that_can_be_tried_again(
             "reward-worker-0",
             "reward-worker-1",
         }
-        assert dead_letters("list", [], folder=it.run_folder, as_json=False) == 0
+        assert call_command("dead-letters", "list", run=it.run_folder) == 0
         assert name in capsys.readouterr().out
-        assert dead_letters("show", [name], folder=it.run_folder, as_json=False) == 0
+        assert call_command("dead-letters", "show", name, run=it.run_folder) == 0
         shown = capsys.readouterr().out
         assert "reward_unavailable" in shown
         assert "no idea" in shown or "invalid" in shown
-        assert dead_letters("retry", [name], folder=it.run_folder, as_json=False) == 0
+        assert call_command("dead-letters", "retry", name, run=it.run_folder) == 0
         assert f"{name}: issued again as g" in capsys.readouterr().out
         with pytest.raises(ConfigError, match=f"no dead letter {name}"):
-            dead_letters("drop", [name], folder=it.run_folder, as_json=False)
+            call_command("dead-letters", "drop", name, run=it.run_folder)
         it.finish()
         view = it.account()
         assert (view.unaccounted, sum(view.in_flight.values())) == (0, 0)

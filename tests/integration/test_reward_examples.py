@@ -14,9 +14,9 @@ import pytest
 from slipstream.broker.config import RewardSection, RewardTable
 from slipstream.broker.data.gym import gym_rows
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.deploy.commands.try_reward import try_reward
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Transcript
+from tests.support.commands import call_command
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
@@ -91,16 +91,15 @@ def test_recorded_answers_get_their_scores_from_the_command(
     rows, answers = lines(name), lines(f"{name}_answers")
     expected = [answer["score"] for answer in answers]
     for limit_s in PATIENCES_S[name]:
-        code = try_reward(
-            [
-                *(f"reward.options.{key}={value}" for key, value in options(name, limit_s).items()),
-                *(f"reward.timeout_s={HANG_S}", f"reward.cpu_s={HANG_S}"),
-            ],
+        code = call_command(
+            *("reward", "test"),
+            *(f"reward.options.{key}={value}" for key, value in options(name, limit_s).items()),
+            *(f"reward.timeout_s={HANG_S}", f"reward.cpu_s={HANG_S}"),
             reward=FUNCTIONS[name],
-            data=str(GOLDEN / f"{name}.jsonl"),
-            count=len(rows),
+            data=GOLDEN / f"{name}.jsonl",
+            n=len(rows),
             answers=GOLDEN / f"{name}_answers.jsonl",
-            as_json=True,
+            json=True,
         )
         found = json.loads(capsys.readouterr().out)
         scores = [answer["reward"] for answer in found["answers"]]

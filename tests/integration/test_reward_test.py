@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.try_reward import try_reward
 from slipstream.wire.errors import ConfigError
 from tests.support.bubblewrap import bubblewrap_works
+from tests.support.commands import call_command
 
 pytestmark = pytest.mark.integration
+
+
+def try_reward(*settings: str, **options: object) -> int:
+    return call_command("reward", "test", *settings, **options)
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def rows(tmp_path: Path) -> Path:
 def test_without_answers_the_truth_and_an_empty_text_are_scored(
     rows: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert try_reward([], data=str(rows), as_json=True) == 0
+    assert try_reward(data=rows, json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     scored = [(a["row"], a["answer"], a["reward"]) for a in printed["answers"]]
     assert scored == [
@@ -43,7 +47,7 @@ def test_answers_of_a_file_are_scored_by_row(
 ):
     answers = tmp_path / "answers.jsonl"
     answers.write_text('"2"\n{"response": "9"}\n{"row": 2, "solution": "four"}\n')
-    assert try_reward([], data=str(rows), count=3, answers=answers, as_json=True) == 0
+    assert try_reward(data=rows, n=3, answers=answers, json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [(a["row"], a["reward"]) for a in printed["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
@@ -55,9 +59,9 @@ def test_answers_without_a_row_are_named(
     for row, why in [("4", "no row 4: .* has 4 rows"), ("-1", "no row -1"), ("true", "line 1: ")]:
         answers.write_text(f'{{"row": {row}, "response": "2"}}\n"3"\n')
         with pytest.raises(ConfigError, match=rf"--answers .*: {why}"):
-            try_reward([], data=str(rows), answers=answers)
+            try_reward(data=rows, answers=answers)
     answers.write_text('"2"\n"9"\n')
-    assert try_reward([], data=str(rows), count=1, answers=answers) == 0
+    assert try_reward(data=rows, n=1, answers=answers) == 0
     printed = capsys.readouterr()
     assert "answers from row 1 on are not scored (--n 1)" in printed.err
     assert "1 answers, mean 1.000" in printed.out
@@ -73,7 +77,7 @@ def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
     )
     reward = f"{tmp_path}/mine.py:score"
     words = ["reward.options.least=1"]
-    assert try_reward(words, reward=reward, data=str(rows), count=2) == 1
+    assert try_reward(*words, reward=reward, data=rows, n=2) == 1
     printed = capsys.readouterr().out
     assert "4 answers, mean 1.000, 2 unavailable" in printed
     assert "unavailable 2 times: raised ValueError: too short" in printed
@@ -89,7 +93,7 @@ def test_a_function_that_is_asked_for_scores_every_data_source(
         "[reward.sources.add]\nfunction = 'slipstream.broker.rewards.numeric:score'\n"
     )
     reward = f"{tmp_path}/ones.py:score"
-    assert try_reward([], config=config, reward=reward, data=str(rows), as_json=True) == 0
+    assert try_reward(config=config, reward=reward, data=rows, json=True) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [function["name"] for function in printed["functions"]] == [reward]
     assert printed["mean"] == 1.0
@@ -110,7 +114,7 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 
     def mean() -> float:
         reward = f"{tmp_path}/peeks.py:score"
-        assert try_reward(words, reward=reward, data=str(rows), count=1, as_json=True) == 0
+        assert try_reward(*words, reward=reward, data=rows, n=1, json=True) == 0
         return float(json.loads(capsys.readouterr().out)["mean"])
 
     assert mean() == -1.0
@@ -123,7 +127,7 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"count": 0}, r"--n must be at least 1, got 0"),
+        ({"n": 0}, r"--n must be at least 1, got 0"),
         ({"data": "nowhere.jsonl"}, r"cannot read --data = nowhere\.jsonl"),
         ({"reward": "nowhere.py:score"}, r"cannot load reward\.function 'nowhere\.py:score'"),
         ({"answers": Path("nowhere.jsonl")}, r"cannot read --answers nowhere\.jsonl"),
@@ -131,4 +135,4 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 )
 def test_what_cannot_be_used_is_named(rows: Path, arguments: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
-        try_reward([], **{"data": str(rows), **arguments})  # type: ignore[arg-type]
+        try_reward(**{"data": rows, **arguments})

@@ -4,9 +4,8 @@ from typing import Any
 
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named, gpu_of
-from slipstream.deploy.predict.laws.learner_step import Work
 from slipstream.deploy.predict.laws.shapes import shape_folder
-from slipstream.deploy.predict.size.proposals import SplitQuestion
+from slipstream.deploy.predict.size.proposals import PlanRequest
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 H100 = Cluster(gpu=gpu_named("H100"))
@@ -27,13 +26,12 @@ def shape_of(model: str) -> HfConfig:
     return load_hf_config(shape_folder(model))
 
 
-def question_of(model: str, *, gib: float, **sections: dict[str, Any]) -> SplitQuestion:
-    config = config_of(model, **sections)
-    run = config.run
-    return SplitQuestion(
+def question_of(model: str, *, gib: float, **sections: dict[str, Any]) -> PlanRequest:
+    return PlanRequest(
+        config=config_of(model, **sections),
         hf=shape_of(model),
-        table=config.table,
-        base=config.learner,
-        work=Work(trajectories=run.groups_per_step * run.group_size, mean_tokens=2048),
         cluster=Cluster(gpu=gpu_of(gib)),
+        gpus=64,
+        prompt_tokens=512,
+        response_tokens=1536,
     )

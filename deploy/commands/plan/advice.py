@@ -22,8 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     record = record_of(chosen_run(None if arguments.advise == RUNS else arguments.advise))
     console = make_console()
     if arguments.json:
-        print_json(advise(record))
-        return 0
+        return print_json(advise(record))
     with console.status("fitting") as status:
         advice = advise(record, lambda change: status.update(f"simulating {change}"))
     print_advice(advice, console)

@@ -57,20 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="advice on a run; default: the newest one in runs/",
     )
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs of all pools; default those of the file's roles"
-    )
+    text = "GPUs of all pools; default those of the file's roles"
+    parser.add_argument("--gpus", type=int, help=text)
     add_model(parser)
     add_hardware(parser)
-    parser.add_argument(
-        "--reserve-gib",
-        type=float,
-        default=4.0,
-        help="GiB of each GPU for CUDA and NCCL, default 4",
-    )
-    parser.add_argument(
-        "--host-gb", type=float, default=0.0, help="memory of a host, default 0: no limit"
-    )
+    text = "GiB of each GPU for CUDA and NCCL, default 4"
+    parser.add_argument("--reserve-gib", type=float, default=4.0, help=text)
+    text = "memory of a host, default 0: no limit"
+    parser.add_argument("--host-gb", type=float, default=0.0, help=text)
     publish.add_hosts(parser)
     add_json(parser)
     add_overrides(parser)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.ranks import run_ranks
@@ -27,7 +26,7 @@ from slipstream.deploy.predict.memory.learner_rank import (
 )
 from slipstream.deploy.predict.memory.offloaded import KINDS
 from slipstream.deploy.predict.size.options import policies_beside, run_and_shape
-from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
@@ -63,9 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"run.model={config.run.model}"]
         ranks = measured(config, hf, arguments.config, overrides)
         if arguments.json:
-            print_json({"ranks": ranks})
-        else:
-            print_measured(ranks, console)
+            return print_json({"ranks": ranks})
+        print_measured(ranks, console)
         return 0
     frozen, has_critic = policies_beside(config)
     on_gpu = config.generators.device != "cpu"
@@ -91,10 +89,7 @@ def print_stages(hf: HfConfig, stages: Sequence[Sequence[MemoryPart]], console: 
     console.print(
         f"GiB of each rank by pipeline stage, for a policy of {hf.num_parameters:,} parameters"
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("part", no_wrap=True)
-    for stage in range(len(stages)):
-        table.add_column(str(stage), justify="right", no_wrap=True)
+    table = plain_table("part", *map(str, range(len(stages))))
     table.add_column("bytes, of stage 0")
     for same in zip(*stages, strict=True):
         sizes = [f"{part.num_bytes / GIB:.3f}" for part in same]
@@ -106,11 +101,8 @@ def print_stages(hf: HfConfig, stages: Sequence[Sequence[MemoryPart]], console: 
 
 def print_measured(ranks: Sequence[MeasuredRank], console: Console) -> None:
     """Print each rank's estimate and its measurement."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("rank", "stage", "kind"):
-        table.add_column(title)
-    for title in ("estimated MiB", "measured MiB", "measured / estimated"):
-        table.add_column(title, justify="right")
+    titles = ("rank", "stage", "kind", "estimated MiB", "measured MiB", "measured / estimated")
+    table = plain_table(*titles, left=3)
     for rank in ranks:
         for kind, estimate in rank.estimated.items():
             held = rank.measured[kind]
@@ -132,19 +124,14 @@ def measured(
     from slipstream.learner.tools.measure import Measured  # torch
 
     stages = learner_stages(hf, config.learner, on_gpu=False)
-    refuse_too_large(stages, config.learner.learner.ranks, int(psutil.virtual_memory().available))
+    num_ranks = config.learner.learner.ranks
+    refuse_too_large(stages, num_ranks, int(psutil.virtual_memory().available))
     with tempfile.TemporaryDirectory(prefix="slipstream-memory-") as name:
         folder = Path(name)
-        run_ranks(
-            "slipstream.learner.tools.measure",
-            folder,
-            settings,
-            overrides,
-            config.learner.learner.ranks,
-        )
+        run_ranks("slipstream.learner.tools.measure", folder, settings, overrides, num_ranks)
         found = [
             msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=Measured)
-            for rank in range(config.learner.learner.ranks)
+            for rank in range(num_ranks)
         ]
     return [with_estimate(rank, holdings, stages) for rank, holdings in enumerate(found)]
 

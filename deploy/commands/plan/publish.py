@@ -7,15 +7,14 @@ are sizes of a version; rows name their unit.
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
 from slipstream.deploy.predict.size.options import refuse_numbers
-from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
@@ -48,31 +47,25 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add sizes of a version, numbers of hosts and the share of bytes that travels."""
-    parser.add_argument(
-        "--version-gb",
-        type=float,
-        action="append",
-        default=[],
-        help="with --publish: size of a version, 10^9 bytes; may be given several times",
-    )
-    parser.add_argument(
-        "--learner-hosts", type=int, default=16, help="with --publish: of the learner, default 16"
-    )
-    parser.add_argument(
-        "--engine-hosts", type=int, default=32, help="with --publish: of engines, default 32"
-    )
-    parser.add_argument(
-        "--delta", type=float, default=1.0, help="with --publish: share sent as deltas, default 1"
-    )
+    text = "with --publish: size of a version, 10^9 bytes; may be given several times"
+    parser.add_argument("--version-gb", type=float, action="append", default=[], help=text)
+    text = "with --publish: of the learner, default 16"
+    parser.add_argument("--learner-hosts", type=int, default=16, help=text)
+    text = "with --publish: of engines, default 32"
+    parser.add_argument("--engine-hosts", type=int, default=32, help=text)
+    text = "with --publish: share sent as deltas, default 1"
+    parser.add_argument("--delta", type=float, default=1.0, help=text)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the costs."""
     costs = columns(arguments)
     if arguments.json:
-        print_json(costs)
-    else:
-        print_costs(costs, make_console())
+        return print_json(costs)
+    table = plain_table("", *(column.name for column in costs))
+    for what, figure in _ROWS:
+        table.add_row(what, *(_short(figure(column.cost)) for column in costs))
+    make_console().print(table)
     return 0
 
 
@@ -82,45 +75,33 @@ def columns(arguments: argparse.Namespace) -> list[Column]:
     Raises:
         ConfigError: A number is not finite or not above 0, or [weightbus] is wrong.
     """
-    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib", "engine_base_ms"})
+    refuse_numbers(arguments)
     if not all(0 < size < math.inf for size in arguments.version_gb):
         raise ConfigError(f"--version-gb is {arguments.version_gb}: expected numbers above 0")
     bus = section(load_table(arguments.config, arguments.overrides), "weightbus", WeightBusSection)
+    setup = Setup(
+        version_bytes=0.0,
+        learner_hosts=arguments.learner_hosts,
+        engine_hosts=arguments.engine_hosts,
+        nics=arguments.nics,
+        nic_bytes_s=arguments.nic_gb_s * GB,
+        gpus=arguments.gpus_per_node or 8,
+        pcie_bytes_s=arguments.pcie_gb_s * GB,
+        fanout=bus.fanout,
+        bucket_bytes=bus.bucket_bytes,
+        connections=bus.connections or Setup.connections,
+        is_staged=bus.transport != "collective",
+        delta_share=arguments.delta,
+    )
     sizes = {f"{size:g} GB": size for size in arguments.version_gb} or SIZES
     return [
         Column(
             name=name,
             version_bytes=size * GB,
-            cost=cost_of(
-                Setup(
-                    version_bytes=size * GB,
-                    learner_hosts=arguments.learner_hosts,
-                    engine_hosts=arguments.engine_hosts,
-                    nics=arguments.nics,
-                    nic_bytes_s=arguments.nic_gb_s * GB,
-                    gpus=arguments.gpus_per_node or 8,
-                    pcie_bytes_s=arguments.pcie_gb_s * GB,
-                    fanout=bus.fanout,
-                    bucket_bytes=bus.bucket_bytes,
-                    connections=bus.connections or Setup.connections,
-                    is_staged=bus.transport != "collective",
-                    delta_share=arguments.delta,
-                )
-            ),
+            cost=cost_of(replace(setup, version_bytes=size * GB)),
         )
         for name, size in sizes.items()
     ]
-
-
-def print_costs(costs: Sequence[Column], console: Console) -> None:
-    """Print a row for each figure."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for column in costs:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    for what, figure in _ROWS:
-        table.add_row(what, *(_short(figure(column.cost)) for column in costs))
-    console.print(table)
 
 
 def _short(value: float) -> str:

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
 
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
-from slipstream.deploy.predict.size.answer import PlanRequest, RunPlan, answer
+from slipstream.deploy.predict.size.answer import RunPlan, answer
 from slipstream.deploy.predict.size.options import (
     cluster_of,
     mean_tokens,
@@ -19,13 +18,14 @@ from slipstream.deploy.predict.size.options import (
     run_and_shape,
 )
 from slipstream.deploy.predict.size.pools import SplitForecast
-from slipstream.deploy.predict.size.proposals import Proposal
-from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.predict.size.proposals import PlanRequest, Proposal
+from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.wire.process.command_line import print_json
 
 GB = 1e9
 _PER_COUNT = 2  # layouts that are shown of each number of GPUs
 _MOST_SPLITS = 6
+_PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 _LETTERS = (
     "F FLOPs of training on a step; R ranks, t p c e of them along tensor, pipeline, context, "
     "experts; d copies of weights; K tokens of a rank's step; h hidden size; L layers, L' with "
@@ -38,9 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
     asked = asked_of(arguments)
     found = answer(asked)
     if arguments.json:
-        print_json(as_json(asked, found))
-    else:
-        print_answer(asked, found, make_console())
+        return print_json(as_json(asked, found))
+    print_answer(asked, found, make_console())
     return 0
 
 
@@ -50,7 +49,7 @@ def asked_of(arguments: argparse.Namespace) -> PlanRequest:
     Raises:
         ConfigError: A number is out of range, a GPU is unknown, or the settings cannot be used.
     """
-    refuse_numbers(arguments, may_be_zero={"host_gb", "reserve_gib", "engine_base_ms"})
+    refuse_numbers(arguments)
     config, hf = run_and_shape(arguments)
     frozen, has_critic = policies_beside(config)
     generators = config.generators.generators
@@ -102,20 +101,12 @@ def print_answer(asked: PlanRequest, found: RunPlan, console: Console) -> None:
     )
 
 
-def _grid(*titles: str, left: int = 1) -> Grid:
-    """Return a table without lines whose first columns are text."""
-    table = Grid(box=None, pad_edge=False)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
 def _print_parts(
     title: str, parts: Sequence[MemoryPart], asked: PlanRequest | None, console: Console
 ) -> None:
     """Print parts of memory with their laws; whether they fit if it is known what is asked."""
     console.print(f"memory of {title}", style="bold")
-    table = _grid("", "GiB")
+    table = plain_table("", "GiB")
     table.add_column("law, bytes")
     for part in parts:
         table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)
@@ -135,7 +126,7 @@ def _print_layouts(asked: PlanRequest, found: RunPlan, console: Console) -> None
         f"fewest GPUs first: {found.fewest_gpus} at least",
         style="bold",
     )
-    table = _grid(
+    table = plain_table(
         *("GPUs", "tp", "pp", "cp", "ep", "recompute", "optimizer"),
         *("GiB", "host GB", "s/step"),
         left=0,
@@ -144,10 +135,7 @@ def _print_layouts(asked: PlanRequest, found: RunPlan, console: Console) -> None
         learner = layout.settings.learner
         table.add_row(
             str(layout.gpus),
-            str(learner.tensor_parallel),
-            str(learner.pipeline_parallel),
-            str(learner.context_parallel),
-            str(learner.expert_parallel),
+            *(str(getattr(learner, name)) for name in _PARALLEL),
             _recompute(layout),
             "on hosts" if learner.optimizer_offload_fraction else "on GPUs",
             f"{layout.gpu_bytes / GIB:.1f}",
@@ -173,7 +161,7 @@ def _recompute(layout: Proposal) -> str:
 
 def _print_step(layout: Proposal, console: Console) -> None:
     console.print(f"a learner step on {layout.gpus} GPUs, the first of them", style="bold")
-    table = _grid("", "s")
+    table = plain_table("", "s")
     table.add_column("law")
     for figure in layout.step:
         table.add_row(figure.what, f"{figure.value:,.2f}", figure.formula)
@@ -191,7 +179,7 @@ def _print_publishes(
         f"of {cluster.nic_bytes_s / GB:g} GB/s on a host",
         style="bold",
     )
-    table = _grid("", *(f"{name}, s" for name in publishes))
+    table = plain_table("", *(f"{name}, s" for name in publishes))
     table.add_column("law")
     laws = {
         "learner's stall": ("stall_s", "bytes / (GPUs of the learner x PCIe)"),
@@ -213,7 +201,7 @@ def _print_splits(asked: PlanRequest, splits: Sequence[SplitForecast], console: 
         f"{asked.config.run.staleness_bound}, the most steps per hour first",
         style="bold",
     )
-    table = _grid(
+    table = plain_table(
         *("learner", "engines", "bound", "groups", "steps/h", "learner s", "engines s"),
         *("longest s", "waits for"),
         left=0,
@@ -252,10 +240,7 @@ def settings_lines(best: SplitForecast) -> list[str]:
         **{f"generators.sglang.{name}": size for name, size in split.engine.sglang.items()},
         "learner.ranks": learner.ranks,
         "learner.ranks_per_node": learner.ranks_per_node,
-        "learner.tensor_parallel": learner.tensor_parallel,
-        "learner.pipeline_parallel": learner.pipeline_parallel,
-        "learner.context_parallel": learner.context_parallel,
-        "learner.expert_parallel": learner.expert_parallel,
+        **{f"learner.{name}": getattr(learner, name) for name in _PARALLEL},
         "learner.distributed_optimizer": "true",
         "learner.optimizer_offload_fraction": learner.optimizer_offload_fraction,
         "learner.recompute": f'"{learner.recompute}"',
@@ -300,10 +285,7 @@ def _layout_json(layout: Proposal) -> dict[str, Any]:
     learner = layout.settings.learner
     return {
         "gpus": layout.gpus,
-        "tensor_parallel": learner.tensor_parallel,
-        "pipeline_parallel": learner.pipeline_parallel,
-        "context_parallel": learner.context_parallel,
-        "expert_parallel": learner.expert_parallel,
+        **{name: getattr(learner, name) for name in _PARALLEL},
         "recompute": learner.recompute,
         "recompute_modules": learner.recompute_modules,
         "optimizer_offload_fraction": learner.optimizer_offload_fraction,

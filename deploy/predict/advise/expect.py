@@ -1,7 +1,8 @@
 """Simulates a run unchanged, and with one change at a time."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -45,13 +46,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     cautions: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    change: str
-    setting: str
-    scenario: Scenario
-
-
 def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice:
     """Return the expected effects of changes; ``on_change`` is called before each.
 
@@ -69,15 +63,10 @@ def advise(record: Record, on_change: OnChange = lambda _change: None) -> Advice
     before_s = [outcome.mean_step_s(warm) for outcome in before]
     now = _expected("as it is", "", record.step_s, before_s, before, warm)
     changes = []
-    for variants in zip(
-        *(tuple(variants_of(record, scenario)) for scenario in scenarios), strict=True
-    ):
-        first = variants[0]
-        on_change(first.change)
-        outcomes = [_simulated(variant.scenario) for variant in variants]
-        changes.append(
-            _expected(first.change, first.setting, record.step_s, before_s, outcomes, warm)
-        )
+    for change, setting, fields in _variants(record, scenarios[0]):
+        on_change(change)
+        outcomes = [_simulated(replace(scenario, **fields)) for scenario in scenarios]
+        changes.append(_expected(change, setting, record.step_s, before_s, outcomes, warm))
     simulated = (min(before_s), max(before_s))
     return Advice(
         run=record.run,
@@ -99,30 +88,23 @@ def _simulated(scenario: Scenario) -> SimulatedRun:
         raise ConfigError(f"the simulation of this run stands still: {error}") from error
 
 
-def variants_of(record: Record, scenario: Scenario) -> Iterator[_Variant]:
-    """Yield a scenario with one change at a time, and the setting that makes the change."""
+def _variants(record: Record, scenario: Scenario) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield one change at a time: its name, its setting, the scenario's new fields."""
     engines, bound = scenario.engines, scenario.max_staleness_steps
     for number in (engines - 1, engines + 1):
         if number >= 1:
-            yield _Variant(
-                f"one {'more' if number > engines else 'fewer'} generator ({number} in all)",
-                f"generators.count = {number}" if record.count == engines else _BY_HAND,
-                replace(scenario, engines=number),
-            )
+            change = f"one {'more' if number > engines else 'fewer'} generator ({number} in all)"
+            setting = f"generators.count = {number}" if record.count == engines else _BY_HAND
+            yield change, setting, {"engines": number}
     for steps in (bound - 1, bound + 1):
         if steps >= 0 and (record.p95_lag is None or steps > record.p95_lag):
             mode = 'run.mode = "async", ' if record.mode == "sync" else ""
-            yield _Variant(
-                f"a bound of {steps}",
-                f"{mode}run.max_staleness_steps = {steps}",
-                replace(scenario, max_staleness_steps=steps),
-            )
+            setting = f"{mode}run.max_staleness_steps = {steps}"
+            yield f"a bound of {steps}", setting, {"max_staleness_steps": steps}
     for every in _EVERY:
         # a target may push the bound in force below what rarer publishes need
         if every <= bound + 1 and record.p95_lag is None:
-            yield _Variant(
-                f"a publish every {every} steps", "", replace(scenario, publish_every=every)
-            )
+            yield f"a publish every {every} steps", "", {"publish_every": every}
 
 
 def _expected(

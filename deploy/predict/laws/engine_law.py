@@ -21,6 +21,7 @@ from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_cop
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
+_WEIGHT_BYTES = 2  # bytes of one parameter: bfloat16
 _MESSAGE_S = 15e-6  # a small sum over an engine's ranks on one host
 _FAR_MESSAGE_S = 50e-6  # the same over hosts
 _MESSAGES = 2  # messages per layer
@@ -57,10 +58,8 @@ class EngineLaw:
         num_gpus: int,
         attention_groups: int = 1,
         base_s: float,
-        bandwidth_share: float,
-        flops_share: float,
+        share: float,
         memory_share: float = 0.85,
-        weight_bytes: float = 2.0,
     ) -> Self:
         """Return the law of an engine on some GPUs with tensor parallelism.
 
@@ -70,23 +69,21 @@ class EngineLaw:
             num_gpus: GPUs of one engine.
             attention_groups: Groups of GPUs with separate sequences in attention.
             base_s: seconds of a step without reading and multiplying.
-            bandwidth_share: Reached share of the memory's bandwidth.
-            flops_share: Reached share of the peak.
+            share: Reached share of the memory's bandwidth, and of the peak.
             memory_share: Share of the memory for weights and cache.
-            weight_bytes: Bytes of one parameter.
 
         Raises:
             ValueError: the weights do not fit.
         """
-        bandwidth = gpu.hbm_bytes_s * bandwidth_share * num_gpus
-        flops = gpu.peak_flops * flops_share * num_gpus
+        bandwidth = gpu.hbm_bytes_s * share * num_gpus
+        flops = gpu.peak_flops * share * num_gpus
         active = num_multiplied_parameters(hf)
         routed = hf.num_routed_experts
-        experts = _expert_parameters(hf)
+        experts = expert_parameters(hf)
         # each group has the whole attention; ranks of a group may keep the same keys and values
         dense = hf.num_parameters - experts + hf.num_attention_parameters * (attention_groups - 1)
         kv_bytes = kv_bytes_per_token(hf) * kv_copies(hf, num_gpus // attention_groups)
-        weights = weight_bytes * (dense + experts)
+        weights = _WEIGHT_BYTES * (dense + experts)
         cache = memory_share * gpu.memory_gib * GIB * num_gpus - weights
         if cache <= 0:
             raise ValueError(
@@ -95,8 +92,8 @@ class EngineLaw:
             )
         return cls(
             base_s=base_s,
-            weights_s=weight_bytes * dense / bandwidth,
-            experts_s=weight_bytes * experts / bandwidth,
+            weights_s=_WEIGHT_BYTES * dense / bandwidth,
+            experts_s=_WEIGHT_BYTES * experts / bandwidth,
             expert_share=hf.experts_per_token / routed if routed else 1.0,
             sequence_s=2 * active / flops,
             context_s=kv_bytes / bandwidth,
@@ -126,12 +123,9 @@ class EngineLaw:
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
-def _expert_parameters(hf: HfConfig) -> int:
+def expert_parameters(hf: HfConfig) -> int:
     """Return the parameters of all routed experts; a token uses only a few experts."""
-    if not hf.num_routed_experts:
-        return 0
-    one = 3 * hf.hidden_size * hf.expert_inner
-    return hf.num_sparse_layers * hf.num_routed_experts * one
+    return hf.num_sparse_layers * hf.num_routed_experts * 3 * hf.hidden_size * hf.expert_inner
 
 
 def engine_law(
@@ -157,7 +151,6 @@ def engine_law(
         num_gpus=ranks,
         attention_groups=attention_groups,
         base_s=cluster.engine_base_s + messages_s,
-        bandwidth_share=cluster.engine_share,
-        flops_share=cluster.engine_share,
+        share=cluster.engine_share,
         memory_share=memory_share,
     )

@@ -101,26 +101,13 @@ def step_figures(
     uneven = most * sizes.pipeline / hf.num_hidden_layers
     rate = (learner.peak_tflops * 1e12 or cluster.gpu.peak_flops) * cluster.learner_share
     compute = flops * times * uneven / (ranks * rate)
-    figures = [
-        Figure(
-            "compute",
-            compute,
-            "s",
-            f"{times:.3g} F / (R x {cluster.learner_share:g} of the peak), "
-            f"x {uneven:.3g} of the largest stage",
-        )
-    ]
+    law = f"{times:.3g} F / (R x {cluster.learner_share:g} of the peak), x {uneven:.3g} of the "
+    figures = [Figure("compute", compute, "s", f"{law}largest stage")]
     if sizes.pipeline > 1:
         microbatches = _microbatches(settings, work, replicas)
-        rounds = microbatches * sizes.chunks
-        figures.append(
-            Figure(
-                "bubbles",
-                compute * (sizes.pipeline - 1) / rounds,
-                "s",
-                f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both",
-            )
-        )
+        idle = compute * (sizes.pipeline - 1) / (microbatches * sizes.chunks)
+        law = f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both"
+        figures.append(Figure("bubbles", idle, "s", law))
     tokens = work.tokens / (replicas * sizes.context)
     figures += _exchanges(hf, settings, cluster, tokens, passes.one_way)
     figures += _updates(hf, settings, cluster)
@@ -166,46 +153,31 @@ def _exchanges(
         tokens: Tokens of a rank.
         passes: Passes over the tokens in one direction, including repeated ones.
     """
-    sizes, lengths = settings.learner.sizes, hf.sizes
-    tensor, context, figures = sizes.tensor, sizes.context, list[Figure]()
+    sizes, lengths, figures = settings.learner.sizes, hf.sizes, list[Figure]()
+
+    def add(what: str, num_bytes: float, group: int, law: str) -> None:
+        figures.append(Figure(what, cluster.exchange_s(num_bytes, group), "s", law))
+
+    tensor, context = sizes.tensor, sizes.context
     layers = hf.num_hidden_layers / sizes.pipeline
     if tensor > 1:
         times = 4 * passes
         num_bytes = times * _ELEMENT * hf.hidden_size * tokens * layers * (tensor - 1) / tensor
-        figures.append(
-            Figure(
-                "tensor parallelism",
-                cluster.exchange_s(num_bytes, tensor),
-                "s",
-                f"{times:.3g} x 2 h K L / p x (t - 1) / t bytes over NVLink",
-            )
-        )
+        law = f"{times:.3g} x 2 h K L / p x (t - 1) / t bytes over NVLink"
+        add("tensor parallelism", num_bytes, tensor, law)
     if context > 1:
         channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
-        times = passes
-        num_bytes = times * _ELEMENT * channels * tokens * layers * (context - 1) / context
-        figures.append(
-            Figure(
-                "context parallelism",
-                cluster.exchange_s(num_bytes, tensor * context),
-                "s",
-                f"{times:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (c - 1) / c bytes",
-            )
-        )
+        num_bytes = passes * _ELEMENT * channels * tokens * layers * (context - 1) / context
+        law = f"{passes:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (c - 1) / c bytes"
+        add("context parallelism", num_bytes, tensor * context, law)
     group = sizes.expert * sizes.expert_tensor
     if group > 1:
         times = 2 * passes
         routed = times * _ELEMENT * hf.hidden_size * hf.experts_per_token * tokens / tensor
         num_bytes = routed * hf.num_sparse_layers / sizes.pipeline * (group - 1) / group
         where = "NVLink" if group <= cluster.gpus_per_host else "NVLink and NICs"
-        figures.append(
-            Figure(
-                "expert parallelism",
-                cluster.exchange_s(num_bytes, group),
-                "s",
-                f"{times:.3g} x 2 h k K / t x L' / p x (e - 1) / e bytes over {where}",
-            )
-        )
+        law = f"{times:.3g} x 2 h k K / t x L' / p x (e - 1) / e bytes over {where}"
+        add("expert parallelism", num_bytes, group, law)
     return figures
 
 
@@ -216,7 +188,7 @@ def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[
         return []  # adapters are a few in a thousand
     of_stage = learner.ranks // learner.pipeline_parallel
     owns = [rank_parameters(hf, learner, stage) for stage in range(learner.pipeline_parallel)]
-    own = max(owns, key=lambda one: one.count)
+    own = max(owns, key=lambda stage: stage.count)
     copies, of_experts = copies_of(learner)
     sent = (_GRADIENT + _ELEMENT) * (
         own.dense * (copies - 1) / copies + own.expert * (of_experts - 1) / of_experts
@@ -229,17 +201,11 @@ def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[
     over = share * mine * (_GRADIENT + _ELEMENT) / cluster.pcie_bytes_s
     if "optimizer" in learner.offload:
         over += 2 * 12 * mine / cluster.pcie_bytes_s
+    exchange_s = times * cluster.exchange_s(sent, of_stage)
+    exchange_law = f"{times} x (4 + 2) N (d - 1) / d bytes"
+    update_s = times * (on_gpu + on_host + over)
+    update_law = f"{times} x (30 bytes of N / d in GPU memory, or 28 in the host's and 6 over PCIe)"
     return [
-        Figure(
-            "gradients and weights of replicas",
-            times * cluster.exchange_s(sent, of_stage),
-            "s",
-            f"{times} x (4 + 2) N (d - 1) / d bytes",
-        ),
-        Figure(
-            "updates",
-            times * (on_gpu + on_host + over),
-            "s",
-            f"{times} x (30 bytes of N / d in GPU memory, or 28 in the host's and 6 over PCIe)",
-        ),
+        Figure("gradients and weights of replicas", exchange_s, "s", exchange_law),
+        Figure("updates", update_s, "s", update_law),
     ]

@@ -61,11 +61,6 @@ class Cost:
     bucket_requests: int  # each with one answer
     copied_bytes: float  # copies of the bus within all engine hosts, before engines load
 
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes between hosts."""
-        return self.relayed_bytes + self.forwarded_bytes
-
 
 def cost_of(setup: Setup) -> Cost:
     """Return the cost of a publish."""

@@ -7,8 +7,9 @@ P parameters, t ranks of an engine.
 from collections.abc import Sequence
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, most_memory
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, total_bytes
 from slipstream.generators.config import GeneratorsSection
+from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
@@ -44,21 +45,25 @@ def static_share(generators: GeneratorsSection) -> float:
 
 
 def learner_memory(
-    hf: HfConfig, config: RunConfig, *, frozen: Sequence[HfConfig] = (), has_critic: bool = False
+    hf: HfConfig,
+    settings: LearnerSettings,
+    *,
+    frozen: Sequence[HfConfig] = (),
+    has_critic: bool = False,
 ) -> list[MemoryPart]:
     """Return the memory of a learner's rank on a GPU, in the pipeline stage that needs most.
 
     Args:
         hf: the policy's architecture.
-        config: the run's settings.
+        settings: Settings of the learner.
         frozen: additional policies: a reference (algo.kl), a teacher (algo.teacher.model).
         has_critic: True if a critic is trained (algo.advantage).
 
     Raises:
         ConfigError: the settings do not divide the layers.
     """
-    stages = learner_stages(hf, config.learner, on_gpu=True, frozen=frozen, has_critic=has_critic)
-    return [part for part in most_memory(stages) if part.num_bytes]
+    stages = learner_stages(hf, settings, on_gpu=True, frozen=frozen, has_critic=has_critic)
+    return [part for part in max(stages, key=total_bytes) if part.num_bytes]
 
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:

@@ -136,13 +136,6 @@ def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:
     return [share(parameter) for parameter in parameters.values()]
 
 
-def _layers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> tuple[int, ...]:
-    """Return the layers of each chunk of a rank."""
-    sizes = learner.sizes
-    layers = stage_layers(hf, learner)
-    return layers[stage :: sizes.pipeline]
-
-
 def _numbers_of_rank(hf: HfConfig, learner: LearnerSection, stage: int) -> list[int]:
     """Return the numbers of the layers of a rank."""
     ends = [0, *accumulate(stage_layers(hf, learner))]
@@ -174,11 +167,6 @@ def learner_stages(
         _stage(hf, settings, stage, on_gpu=on_gpu, frozen=frozen, has_critic=has_critic)
         for stage in range(settings.learner.pipeline_parallel)
     ]
-
-
-def most_memory(stages: Sequence[Sequence[MemoryPart]]) -> Sequence[MemoryPart]:
-    """Return the parts of the stage that needs most."""
-    return max(stages, key=total_bytes)
 
 
 def total_bytes(parts: Sequence[MemoryPart]) -> float:
@@ -348,7 +336,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
     norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
     whole = norms * kept_input + latent + attention / tensor + mlp
-    layers = _layers_of_rank(hf, learner, stage)
+    layers = stage_layers(hf, learner)[stage :: sizes.pipeline]  # layers of each chunk
     again, formula = 0.0, "e T a L A"
     kept = whole * sum(layers)
     match learner.recompute:
@@ -356,7 +344,8 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
             most = learner.recompute_layers or hf.num_hidden_layers
             dropped = sum(min(most, count) for count in layers)
             kept -= dropped * (whole - kept_input)
-            again, formula = whole, f"e T (a ({dropped} h{_over(token_ranks)} + the rest A) + A)"
+            share = f" / {token_ranks}" if token_ranks > 1 else ""
+            again, formula = whole, f"e T (a ({dropped} h{share} + the rest A) + A)"
         case "selective" if ("moe" if hf.num_routed_experts else "mlp") in modules:
             numbers = _numbers_of_rank(hf, learner, stage)
             kept -= mlp * sum(hf.is_sparse(n) == (hf.num_routed_experts > 0) for n in numbers)
@@ -377,10 +366,6 @@ def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
     routed = hf.experts_per_token / token_ranks
     of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 4 * lengths["expert_inner"])
     return of_experts + 4 * lengths["shared_inner"] / sizes.tensor
-
-
-def _over(ranks: int) -> str:
-    return f" / {ranks}" if ranks > 1 else ""
 
 
 def _tokens(learner: LearnerSection) -> int:

@@ -16,6 +16,7 @@ and values, and compute them again once there is room, before anything new begin
 import math
 from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from slipstream.deploy.predict.laws.engine_law import EngineLaw
@@ -25,35 +26,21 @@ _FREED_STEPS = 16  # steps with room for all sequences after a retraction
 _SPARE = 0.1  # free share of the cache that is needed to begin or resume a sequence
 
 
+@dataclass(slots=True, eq=False)
 class Response:
     """One open or ended response."""
 
-    __slots__ = (
-        "began",
-        "group_id",
-        "lease_id",
-        "length",
-        "order",
-        "prompt",
-        "sibling",
-        "since",
-        "versions",
-    )
-
-    def __init__(
-        self, group_id: int, sibling: int, lease_id: int, prompt: int, length: int
-    ) -> None:
-        self.group_id = group_id
-        self.sibling = sibling
-        self.lease_id = lease_id
-        self.prompt = prompt
-        self.length = length
-        self.began = 0.0  # v at which it would have begun without retractions; less what is done
-        self.since = 0.0  # v at its last begin
-        self.order = 0  # number of its last begin; 0 while it does not run
-        self.versions: list[tuple[int, int]] = []
-        """(index of the first token, step of the version), of tokens before its last begin; of all
-        tokens once it has ended."""
+    group_id: int
+    sibling: int
+    lease_id: int
+    prompt: int  # tokens
+    length: int  # tokens
+    began: float = 0.0  # v at which it would have begun without retractions; less what is done
+    since: float = 0.0  # v at its last begin
+    order: int = 0  # number of its last begin; 0 while it does not run
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(index of the first token, step of the version), of tokens before its last begin; of all
+    tokens once it has ended."""
 
     @property
     def part(self) -> float:
@@ -63,32 +50,6 @@ class Response:
 
 class SimulatedEngine:
     """An engine and its open work."""
-
-    __slots__ = (
-        "_boundaries",
-        "_constant",
-        "_due",
-        "_flat_s",
-        "_groups",
-        "_heap",
-        "_kept",
-        "_law",
-        "_order",
-        "_running",
-        "_stack",
-        "_steps",
-        "_waiting",
-        "busy_s",
-        "debt_s",
-        "holder",
-        "now_s",
-        "num_behind",
-        "num_generated",
-        "num_retractions",
-        "num_sequences",
-        "stalled_s",
-        "step",
-    )
 
     def __init__(
         self, law: EngineLaw, holder: str, step: int, now_s: float, *, kept: int = 64

@@ -1,7 +1,6 @@
 """Pure: the records of a simulated run."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -55,7 +54,6 @@ class SimulatedRun:
     num_generated: float  # tokens, by all engines
     num_retractions: int  # sequences that a full cache retracted
     engine_busy_s: float  # sum over all engines
-    engine_stalled_s: float
     engine_seconds: float  # total lifetime of engines
     group_s: tuple[float, ...]  # from a group's lease to its last answer, sorted; a sample
 
@@ -75,7 +73,15 @@ class SimulatedRun:
 
     def p95_staleness(self, skip: int = 0) -> int:
         """Return the staleness that 95% of the tokens do not exceed."""
-        return quantile_of(sum_of([record.staleness for record in self.steps[skip:]]), 0.95)
+        tokens = Counter[int]()
+        for record in self.steps[skip:]:
+            tokens.update(record.staleness)
+        left = 0.95 * tokens.total()
+        for staleness in sorted(tokens):
+            left -= tokens[staleness]
+            if left <= 0:
+                return staleness
+        return max(tokens, default=0)
 
     def max_staleness(self) -> int:
         """Return the largest staleness of any trained token."""
@@ -90,21 +96,3 @@ class SimulatedRun:
     def group_seconds(self, share: float) -> float:
         """Return a percentile of the time to a group's last answer."""
         return percentile(self.group_s, share) if self.group_s else 0.0
-
-
-def sum_of(counts: Sequence[dict[int, int]]) -> Counter[int]:
-    """Return tokens by staleness."""
-    total: Counter[int] = Counter()
-    for tokens in counts:
-        total.update(tokens)
-    return total
-
-
-def quantile_of(counts: dict[int, int], share: float) -> int:
-    """Return the smallest value that ``share`` of the counts does not exceed."""
-    left = share * sum(counts.values())
-    for value in sorted(counts):
-        left -= counts[value]
-        if left <= 0:
-            return value
-    return max(counts, default=0)

@@ -496,7 +496,6 @@ class World:
             num_generated=sum(engine.num_generated for engine in engines),
             num_retractions=sum(engine.num_retractions for engine in engines),
             engine_busy_s=sum(engine.busy_s for engine in engines),
-            engine_stalled_s=sum(engine.stalled_s for engine in engines),
             engine_seconds=self.now_s * len(self._seats),
             group_s=tuple(sorted(self._group_s)),
         )
@@ -521,6 +520,6 @@ def rules_of(scenario: Scenario) -> LedgerRules:
     )
 
 
-def simulate(scenario: Scenario, on_step: OnStep = lambda _record: None) -> SimulatedRun:
+def simulate(scenario: Scenario) -> SimulatedRun:
     """Return the outcome of a run of this scenario."""
-    return World(scenario).run(on_step)
+    return World(scenario).run()

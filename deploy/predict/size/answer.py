@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.laws.engine_law import engine_law
 from slipstream.deploy.predict.laws.figure import Figure
-from slipstream.deploy.predict.laws.gpus import Cluster
-from slipstream.deploy.predict.laws.learner_step import Work
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.laws.publishes import publish_cost
-from slipstream.deploy.predict.memory.gpu import static_share
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, most_memory
+from slipstream.deploy.predict.memory.gpu import learner_memory, static_share
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.deploy.predict.size.engines import EngineSize, engine_size, larger_engines
 from slipstream.deploy.predict.size.pools import (
     Demand,
@@ -20,39 +17,13 @@ from slipstream.deploy.predict.size.pools import (
     best_splits,
     closed_form,
 )
-from slipstream.deploy.predict.size.proposals import Proposal, SplitQuestion, gpu_counts, proposals
+from slipstream.deploy.predict.size.proposals import PlanRequest, Proposal, gpu_counts, proposals
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
 _WEIGHT = 2
 _MOST_BOUND = 8  # largest staleness bound to try
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """Input of the command."""
-
-    config: RunConfig
-    hf: HfConfig
-    cluster: Cluster
-    gpus: int
-    prompt_tokens: float  # mean
-    response_tokens: float  # mean
-    frozen: Sequence[HfConfig]
-    has_critic: bool
-    host_bytes: float = 0.0  # limit of a learner host; 0 for no limit
-
-    @property
-    def work(self) -> Work:
-        """Work of a learner step."""
-        run = self.config.run
-        return Work(
-            trajectories=run.groups_per_step * run.group_size,
-            mean_tokens=self.prompt_tokens + self.response_tokens,
-            frozen=len(self.frozen),
-            has_critic=self.has_critic,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +46,16 @@ def answer(asked: PlanRequest) -> RunPlan:
     Raises:
         ConfigError: no layout and engine fit on this many GPUs, or no engine holds the model.
     """
-    engine, is_given = _engine(asked)
+    ranks = asked.config.generators.generators.num_ranks
+    engine = engine_size(asked.hf, asked.config, asked.cluster, asked.gpus, fewest_gpus=ranks)
     if asked.gpus <= engine.ranks:
         raise ConfigError(
             f"--gpus is {asked.gpus}: one engine takes {engine.ranks} "
             f"(generators.sglang.tp_size), expected one more for the learner at least"
         )
-    question = SplitQuestion(
-        hf=asked.hf,
-        table=asked.config.table,
-        base=asked.config.learner,
-        work=asked.work,
-        cluster=asked.cluster,
-        frozen=asked.frozen,
-        host_bytes=asked.host_bytes,
-    )
     most = asked.gpus - engine.ranks
     counts = gpu_counts(most, asked.cluster.gpus_per_host)
-    by_count = {count: proposals(question, count) for count in counts}
+    by_count = {count: proposals(asked, count) for count in counts}
     layouts = [layout for fitting in by_count.values() for layout in fitting]
     if not layouts:
         raise ConfigError(
@@ -105,9 +68,11 @@ def answer(asked: PlanRequest) -> RunPlan:
     best = splits[0].split
     return RunPlan(
         parameters=_parameters(asked.hf),
-        learner_memory=_memory(asked),
+        learner_memory=learner_memory(
+            asked.hf, asked.config.learner, frozen=asked.frozen, has_critic=asked.has_critic
+        ),
         engine=engine,
-        engine_is_given=is_given,
+        engine_is_given=engine.ranks == ranks,
         fewest_gpus=min(layout.gpus for layout in layouts),
         layouts=layouts,
         publishes={
@@ -130,25 +95,6 @@ def _parameters(hf: HfConfig) -> list[Figure]:
         ),
         Figure("a version, bfloat16", _WEIGHT * hf.num_parameters / 1e9, "GB", "2 P"),
     ]
-
-
-def _memory(asked: PlanRequest) -> list[MemoryPart]:
-    """Return the memory of the rank that needs most with the current settings."""
-    stages = learner_stages(
-        asked.hf,
-        asked.config.learner,
-        on_gpu=True,
-        frozen=asked.frozen,
-        has_critic=asked.has_critic,
-    )
-    return [part for part in most_memory(stages) if part.num_bytes]
-
-
-def _engine(asked: PlanRequest) -> tuple[EngineSize, bool]:
-    """Return the settings' engine if it holds the model, else the next larger one that does."""
-    ranks = asked.config.generators.generators.num_ranks
-    size = engine_size(asked.hf, asked.config, asked.cluster, asked.gpus, fewest_gpus=ranks)
-    return size, size.ranks == ranks
 
 
 def _publish(asked: PlanRequest, split: Split, *, fanout: int) -> Cost:

@@ -1,7 +1,7 @@
 """Pure: the layouts of a learner on some GPUs that the learner's own checks accept."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from slipstream.learner.config import LearnerSettings, learner_settings
@@ -38,26 +38,14 @@ _STAGES = ("num_layers_in_", "account_for_")  # prefixes in learner.megatron tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Division of a model among ranks."""
+    """Division of a model among ranks, by settings of [learner]."""
 
     ranks: int
     ranks_per_node: int  # 0: all on one node
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """The settings of [learner] for this division."""
-        return {
-            "ranks": self.ranks,
-            "ranks_per_node": self.ranks_per_node,
-            "tensor_parallel": self.tensor,
-            "pipeline_parallel": self.pipeline,
-            "context_parallel": self.context,
-            "expert_parallel": self.expert,
-        }
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    expert_parallel: int
 
 
 def divisions(hf: HfConfig, ranks: int, gpus_per_host: int, *, context: int) -> Iterator[Division]:
@@ -83,10 +71,10 @@ def divisions(hf: HfConfig, ranks: int, gpus_per_host: int, *, context: int) -> 
                 yield Division(
                     ranks=ranks,
                     ranks_per_node=0 if on_one else gpus_per_host,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    context=context,
-                    expert=expert,
+                    tensor_parallel=tensor,
+                    pipeline_parallel=pipeline,
+                    context_parallel=context,
+                    expert_parallel=expert,
                 )
 
 
@@ -102,7 +90,9 @@ def accepted(
 
     ``saving`` are further settings of [learner], such as recompute.
     """
-    given = {name: value for name, value in table.get("learner", {}).items() if _is_kept(name)}
+    given = {
+        name: value for name, value in table.get("learner", {}).items() if name not in _DECIDED
+    }
     megatron = {
         name: value
         for name, value in given.get("megatron", {}).items()
@@ -112,7 +102,7 @@ def accepted(
         **given,
         "megatron": megatron,
         "distributed_optimizer": True,
-        **division.table,
+        **asdict(division),
         **saving,
     }
     try:
@@ -131,26 +121,12 @@ def savings(hf: HfConfig, settings: LearnerSettings) -> list[dict[str, Any]]:
         {"recompute": "selective", "recompute_modules": modules},
         {"recompute": "full"},
     ]
-    on_host = [0.0]
+    optimizers: list[dict[str, Any]] = [{"optimizer_offload_fraction": 0.0}]
     if not settings.lora.is_on and settings.learner.dtype != "float32":
-        on_host.append(1.0)
-    return [
-        {**option, "optimizer_offload_fraction": share, **_device_only(settings, share)}
-        for share in on_host
-        for option in recompute
-    ]
-
-
-def _device_only(settings: LearnerSettings, share: float) -> dict[str, Any]:
-    """Return further changes for an optimizer on the host."""
-    if not share:
-        return {}
-    kept = tuple(kind for kind in settings.learner.offload if kind != "optimizer")
-    return {"offload": kept, "moments_dtype": "float32"}
-
-
-def _is_kept(name: str) -> bool:
-    return name not in _DECIDED
+        kept = tuple(kind for kind in settings.learner.offload if kind != "optimizer")
+        on_host = {"optimizer_offload_fraction": 1.0, "offload": kept, "moments_dtype": "float32"}
+        optimizers.append(on_host)
+    return [{**option, **optimizer} for optimizer in optimizers for option in recompute]
 
 
 def _divisors(number: int) -> list[int]:

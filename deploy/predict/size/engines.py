@@ -1,6 +1,6 @@
 """Pure: ranks of an engine that hold a model. Their speed is in engine_law.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.laws.gpus import Cluster
@@ -94,10 +94,5 @@ def _size(
     except ConfigError:
         return None
     parts = tuple(generator_memory(hf, sized))
-    return EngineSize(
-        ranks=ranks,
-        groups=groups,
-        nodes=nodes,
-        memory=parts,
-        cached_tokens=parts[1].num_bytes / rank_kv_bytes(hf, ranks, groups) * groups,
-    )
+    cached_tokens = parts[1].num_bytes / rank_kv_bytes(hf, ranks, groups) * groups
+    return replace(size, memory=parts, cached_tokens=cached_tokens)

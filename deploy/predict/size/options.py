@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named, gpu_of
@@ -13,6 +14,20 @@ from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import SamplingSection, model_folder
 
 _SHARES = frozenset({"mfu", "engine_share", "slow_share", "useless_share"})  # at most 1
+_MAY_BE_ZERO = frozenset(
+    {
+        "host_gb",
+        "reserve_gib",
+        "engine_base_ms",
+        "spread",
+        "engine_mtbf_h",
+        "kl_per_lag",
+        "slow_share",
+        "seed",
+        "reward_s",
+        "useless_share",
+    }
+)
 _LEAST = 1e-9
 
 
@@ -30,35 +45,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs, their hosts and links, and the shares of a data sheet's rates."""
-    parser.add_argument(
-        "--gpu", help='a name such as "H100", or GiB; default deploy.gpu_memory_gib'
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="GPUs of a host; default deploy.gpus_per_host, or 8"
-    )
-    parser.add_argument("--nics", type=int, default=8, help="network cards of each host, default 8")
-    parser.add_argument("--nic-gb-s", type=float, default=50.0, help="GB/s of each, default 50")
-    parser.add_argument(
-        "--pcie-gb-s", type=float, default=50.0, help="GB/s of each GPU, default 50"
-    )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=0.4,
-        help="share of the peak while a rank of the learner computes, default 0.4",
-    )
-    parser.add_argument(
-        "--engine-share",
-        type=float,
-        default=0.6,
-        help="share of peak and memory's rate that an engine reaches, default 0.6",
-    )
-    parser.add_argument(
-        "--engine-base-ms",
-        type=float,
-        default=5.0,
-        help="ms of a decode step beside reading and multiplying, default 5",
-    )
+    add_count, add_number = (partial(parser.add_argument, type=kind) for kind in (int, float))
+    text = 'a name such as "H100", or GiB; default deploy.gpu_memory_gib'
+    parser.add_argument("--gpu", help=text)
+    add_count("--gpus-per-node", help="GPUs of a host; default deploy.gpus_per_host, or 8")
+    add_count("--nics", default=8, help="network cards of each host, default 8")
+    add_number("--nic-gb-s", default=50.0, help="GB/s of each, default 50")
+    add_number("--pcie-gb-s", default=50.0, help="GB/s of each GPU, default 50")
+    text = "share of the peak while a rank of the learner computes, default 0.4"
+    add_number("--mfu", default=0.4, help=text)
+    text = "share of peak and memory's rate that an engine reaches, default 0.6"
+    add_number("--engine-share", default=0.6, help=text)
+    text = "ms of a decode step beside reading and multiplying, default 5"
+    add_number("--engine-base-ms", default=5.0, help=text)
 
 
 def cluster_of(arguments: argparse.Namespace, config: RunConfig, *, reserve_gib: float) -> Cluster:
@@ -126,12 +125,8 @@ def policies_beside(config: RunConfig) -> tuple[Sequence[HfConfig], bool]:
     return frozen_policies(algorithm, config.learner), algorithm.choice.needs_values
 
 
-def refuse_numbers(arguments: argparse.Namespace, *, may_be_zero: Collection[str]) -> None:
+def refuse_numbers(arguments: argparse.Namespace) -> None:
     """Refuse numbers that no option accepts.
-
-    Args:
-        arguments: Arguments of the command line.
-        may_be_zero: names of options that may be 0; all others are larger.
 
     Raises:
         ConfigError: a number is negative, 0, infinite or NaN, or a share above 1.
@@ -139,7 +134,7 @@ def refuse_numbers(arguments: argparse.Namespace, *, may_be_zero: Collection[str
     for name, value in vars(arguments).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        least = 0.0 if name in may_be_zero else _LEAST
+        least = 0.0 if name in _MAY_BE_ZERO else _LEAST
         most = 1.0 if name in _SHARES else math.inf
         if not (least <= value <= most and math.isfinite(value)):
             bound = "of at most 1 " if most == 1.0 else ""

@@ -7,14 +7,15 @@ nothing fits without it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.predict.laws.engine_law import expert_parameters
 from slipstream.deploy.predict.laws.figure import Figure, total
 from slipstream.deploy.predict.laws.gpus import Cluster
 from slipstream.deploy.predict.laws.learner_step import Work, step_figures
+from slipstream.deploy.predict.memory.gpu import learner_memory
 from slipstream.deploy.predict.memory.learner_rank import (
     MemoryPart,
     host_optimizer,
-    learner_stages,
-    most_memory,
     rank_parameters,
     total_bytes,
     updated_parameters,
@@ -28,7 +29,6 @@ from slipstream.deploy.predict.size.candidates import (
 )
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.hf_config import HfConfig
-from slipstream.wire.settings.load import Table
 
 _LEAST_BYTES = 2 + 4  # bytes of a parameter: a weight, its gradient
 
@@ -59,16 +59,29 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitQuestion:
-    """Training work and its hardware. ``host_bytes`` of 0 is no limit."""
+class PlanRequest:
+    """A run, and the hardware that it may take."""
 
+    config: RunConfig
     hf: HfConfig
-    table: Table
-    base: LearnerSettings
-    work: Work
     cluster: Cluster
+    gpus: int
+    prompt_tokens: float  # mean
+    response_tokens: float  # mean
     frozen: Sequence[HfConfig] = ()
-    host_bytes: float = 0.0
+    has_critic: bool = False
+    host_bytes: float = 0.0  # limit of a learner host; 0 for no limit
+
+    @property
+    def work(self) -> Work:
+        """Work of a learner step."""
+        run = self.config.run
+        return Work(
+            trajectories=run.groups_per_step * run.group_size,
+            mean_tokens=self.prompt_tokens + self.response_tokens,
+            frozen=len(self.frozen),
+            has_critic=self.has_critic,
+        )
 
 
 def gpu_counts(most: int, gpus_per_host: int) -> list[int]:
@@ -81,60 +94,47 @@ def gpu_counts(most: int, gpus_per_host: int) -> list[int]:
     return [n for n in [*on_one, *(gpus_per_host * count for count in numbers)] if n <= most]
 
 
-def proposals(question: SplitQuestion, gpus: int) -> list[Proposal]:
-    """Return the layouts that fit on this many GPUs, fastest first."""
+def proposals(asked: PlanRequest, gpus: int) -> list[Proposal]:
+    """Return the layouts of the learner that fit on this many GPUs, fastest first."""
     found: list[Proposal] = []
     for context in context_sizes():
-        for division in divisions(
-            question.hf, gpus, question.cluster.gpus_per_host, context=context
-        ):
-            one = _proposal(question, division)
-            if one is not None:
-                found.append(one)
+        for division in divisions(asked.hf, gpus, asked.cluster.gpus_per_host, context=context):
+            proposal = _proposal(asked, division)
+            if proposal is not None:
+                found.append(proposal)
         if found:
             break
-    return sorted(found, key=lambda one: (one.step_s, one.gpu_bytes))
+    return sorted(found, key=lambda proposal: (proposal.step_s, proposal.gpu_bytes))
 
 
-def _proposal(question: SplitQuestion, division: Division) -> Proposal | None:
+def _proposal(asked: PlanRequest, division: Division) -> Proposal | None:
     """Return a division with the first way to save memory that makes it fit, if any."""
-    if _certainly_too_large(question, division):
+    hf, cluster = asked.hf, asked.cluster
+    if _certainly_too_large(asked, division):
         return None
-    for saving in savings(question.hf, question.base):
-        settings = accepted(question.table, question.hf, division, saving)
+    for saving in savings(hf, asked.config.learner):
+        settings = accepted(asked.config.table, hf, division, saving)
         if settings is None:
             return None  # refused for its sizes; no way to save memory changes that
-        memory = _memory(question, settings)
-        if total_bytes(memory) > question.cluster.available_bytes:
+        memory = learner_memory(hf, settings, frozen=asked.frozen, has_critic=asked.has_critic)
+        if total_bytes(memory) > cluster.available_bytes:
             continue
-        host = host_bytes(question.hf, settings, question.cluster.gpus_per_host)
-        if question.host_bytes and host > question.host_bytes:
+        host = host_bytes(hf, settings, cluster.gpus_per_host)
+        if asked.host_bytes and host > asked.host_bytes:
             continue
-        step = step_figures(question.hf, settings, question.work, question.cluster)
-        return Proposal(settings, memory, host, step)
+        return Proposal(settings, memory, host, step_figures(hf, settings, asked.work, cluster))
     return None
 
 
-def _memory(question: SplitQuestion, settings: LearnerSettings) -> Sequence[MemoryPart]:
-    stages = learner_stages(
-        question.hf,
-        settings,
-        on_gpu=True,
-        frozen=question.frozen,
-        has_critic=question.work.has_critic,
-    )
-    return [part for part in most_memory(stages) if part.num_bytes]
-
-
-def _certainly_too_large(question: SplitQuestion, division: Division) -> bool:
+def _certainly_too_large(asked: PlanRequest, division: Division) -> bool:
     """Return True if not even evenly divided weights and gradients fit."""
-    if question.base.lora.is_on:
+    if asked.config.learner.lora.is_on:
         return False
-    hf = question.hf
-    experts = hf.num_sparse_layers * hf.num_routed_experts * 3 * hf.hidden_size * hf.expert_inner
-    dense = (hf.num_parameters - experts) / division.tensor
-    least = _LEAST_BYTES * (dense + experts / division.expert) / division.pipeline
-    return least > question.cluster.available_bytes
+    hf = asked.hf
+    experts = expert_parameters(hf)
+    dense = (hf.num_parameters - experts) / division.tensor_parallel
+    least = _LEAST_BYTES * (dense + experts / division.expert_parallel) / division.pipeline_parallel
+    return least > asked.cluster.available_bytes
 
 
 def host_bytes(hf: HfConfig, settings: LearnerSettings, gpus_per_host: int) -> float:

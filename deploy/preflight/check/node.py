@@ -216,7 +216,9 @@ def _gpus(view: _View) -> list[Fact]:
     sized = config.with_settings("deploy", gpu_memory_gib=smallest.total_bytes / GIB)
     sizes = smallest.total_bytes, min(gpu.free_bytes for gpu in seen)
     if view.learner_ranks:
-        parts = learner_memory(view.hf, sized, frozen=view.frozen, has_critic=view.has_critic)
+        parts = learner_memory(
+            view.hf, sized.learner, frozen=view.frozen, has_critic=view.has_critic
+        )
         facts.append(judge_memory("GPU memory, learner", parts, *sizes, _GPU_SETTINGS))
     if view.engines:
         weights = generator_memory(view.hf, sized)[:1]

@@ -1,12 +1,13 @@
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.data_check import data_check
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
+from tests.support.commands import call_command
 
 TRUE = {"ground_truth": "2"}
 CODE = "reward.function=slipstream.broker.rewards.code:score"
@@ -28,6 +29,10 @@ def write(path: Path, *rows: object) -> str:
 
 def turn(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+def data_check(words: Sequence[str], config: Path | None, model: str | None) -> int:
+    return call_command("data", "check", *words, config=config, model=model)
 
 
 def test_lengths_sources_and_the_rendered_prompt_are_shown(

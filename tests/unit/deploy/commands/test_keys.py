@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.keys import keys
 from slipstream.wire.errors import ConfigError
+from tests.support.commands import call_command
 
 
 def run(action: str, *names: str, folder: Path | None = None, role: str = "generator") -> int:
-    return keys(action, names, role=role, folder=folder, config=None, as_json=False)
+    return call_command("keys", action, *names, role=role, keys=folder)
 
 
 def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -20,7 +20,7 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert "run.key_file=gpu8.key" in printed
     assert run("revoke", "gpu7", folder=tmp_path) == 0
     capsys.readouterr()
-    assert keys("list", (), role="", folder=tmp_path, config=None, as_json=True) == 0
+    assert call_command("keys", "list", keys=tmp_path, json=True) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed["authorized"]] == ["gpu8"]
     assert [one["name"] for one in listed["revoked"]] == ["gpu7"]
@@ -32,10 +32,10 @@ def test_keys_of_a_run_are_in_the_folder_of_its_settings(
 ):
     config = tmp_path / "run.toml"
     config.write_text(f'run.dir = "{tmp_path}/all"\n')
-    assert keys("make", ["a"], role="operator", folder=None, config=config, as_json=False) == 0
+    assert call_command("keys", "make", "a", role="operator", config=config) == 0
     assert (tmp_path / "all" / "keys" / "clients" / "a.key").exists()
     config.write_text(f'broker.keys = "{tmp_path}/elsewhere"\n')
-    assert keys("make", ["a"], role="operator", folder=None, config=config, as_json=False) == 0
+    assert call_command("keys", "make", "a", role="operator", config=config) == 0
     assert (tmp_path / "elsewhere" / "authorized" / "a.toml").exists()
     capsys.readouterr()
 

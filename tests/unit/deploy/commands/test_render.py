@@ -2,14 +2,15 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from slipstream.deploy.commands.render import render
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
+from tests.support.commands import call_command
 from tests.support.waiting import HANG_S, until
 
 
@@ -22,6 +23,12 @@ def config(tmp_path: Path) -> Path:
         'generators.device = "cpu"\n'
     )
     return path
+
+
+def render(
+    target: str, config: Path, overrides: Sequence[str], *, out: Path, force: bool = False
+) -> int:
+    return call_command("render", target, *overrides, config=config, out=out, force=force)
 
 
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "compose", "skypilot"])

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.scale import scale
+from slipstream.deploy.commands import scale
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
 from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write_answer
 from slipstream.wire.process.processes import locked
+from tests.support.commands import call_command
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_request_is_taken_once_and_its_answer_shown(
     run: Path, capsys: pytest.CaptureFixture[str]
 ):
     supervisor = answering(run)
-    assert scale(run, "generators=3") == 0
+    assert call_command("scale", run, "generators=3") == 0
     supervisor.join()
     assert "3 generators from now on" in capsys.readouterr().out
     assert take_request(run) is None
@@ -46,13 +47,14 @@ def test_a_request_is_taken_once_and_its_answer_shown(
 def test_a_request_that_cannot_be_met_says_why(run: Path):
     supervisor = answering(run, refused="this host has 2 GPUs")
     with pytest.raises(ConfigError, match="keeps 1 generators: this host has 2 GPUs"):
-        scale(run, "generators=30")
+        call_command("scale", run, "generators=30")
     supervisor.join()
 
 
-def test_a_supervisor_that_does_not_answer_is_named(run: Path):
+def test_a_supervisor_that_does_not_answer_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scale, "ANSWER_S", 0.0)
     with pytest.raises(PeerLostError, match="has not answered for 0 s"):
-        scale(run, "generators=2", answer_s=0.0)
+        call_command("scale", run, "generators=2")
 
 
 def test_what_is_no_number_of_generators_is_refused(run: Path):
@@ -61,15 +63,15 @@ def test_what_is_no_number_of_generators_is_refused(run: Path):
         *("generators=10001", f"generators={'9' * 5000}"),
     ]:
         with pytest.raises(ConfigError, match="expected generators=N"):
-            scale(run, words)
+            call_command("scale", run, words)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="is not a run folder"):
-        scale(tmp_path, "generators=2")
+        call_command("scale", tmp_path, "generators=2")
     (tmp_path / SETTINGS).touch()
     with pytest.raises(ConfigError, match="is not running"):
-        scale(tmp_path, "generators=2")
+        call_command("scale", tmp_path, "generators=2")
 
 
 def test_a_damaged_request_is_passed_over(tmp_path: Path):

@@ -1,13 +1,14 @@
 import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from rich.console import Console
 
-from slipstream.deploy.commands.show import show
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.safe_text import visible
+from tests.support.commands import call_command
 
 TRAINED = {
     "step": 3,
@@ -75,8 +76,9 @@ ANSWER_OF_TURNS = ANSWER | {
 
 
 def shown(folder: Path, **options: object) -> str:
-    console = Console(file=(written := io.StringIO()), width=120)
-    show(folder, console, **{"count": 5, **options})  # type: ignore[arg-type]
+    written = io.StringIO()
+    with redirect_stdout(written), patch.dict("os.environ", COLUMNS="120"):
+        call_command("show", folder, **options)
     return written.getvalue()
 
 
@@ -94,7 +96,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_trajectory_is_shown_with_its_versions_and_differences(run: Path):
-    text = shown(run, count=1)
+    text = shown(run, last=1)
     assert "step 3, group 10, sibling 1" in text
     assert "0.5 (format 1)" in text
     assert "v1.1: 1 tokens, |difference| 0.25, v1.2: 3 tokens, |difference| 0" in text
@@ -103,7 +105,7 @@ def test_a_trajectory_is_shown_with_its_versions_and_differences(run: Path):
 
 
 def test_what_a_model_wrote_is_neither_markup_nor_obeyed_by_the_terminal(run: Path):
-    text = shown(run, count=1)
+    text = shown(run, last=1)
     assert "7[bold]\\x1b[31m" in text
     assert "\x1b" not in text
     assert visible("a\tb\nc\x07\u202e") == "a\tb\nc\\x07\\u202e"
@@ -117,10 +119,10 @@ def test_steps_and_groups_can_be_chosen(run: Path):
 
 
 def test_answers_of_the_newest_evaluation_or_of_one_step(run: Path):
-    assert "of step 4" in shown(run, evaluation=True)
-    assert "of step 0" in shown(run, evaluation=True, step=0)
+    assert "of step 4" in shown(run, eval=True)
+    assert "of step 0" in shown(run, eval=True, step=0)
     with pytest.raises(ConfigError, match=r"eval\.keep_answers"):
-        shown(run, evaluation=True, step=2)
+        shown(run, eval=True, step=2)
 
 
 def test_run_without_recordings_names_the_setting_for_them(tmp_path: Path):
@@ -137,7 +139,7 @@ def test_a_damaged_row_is_named(run: Path):
 
 def lines(folder: Path, **options: object) -> list[str]:
     """Return what is in a panel."""
-    return [line.strip("│ ") for line in shown(folder, count=1, **options).splitlines()]
+    return [line.strip("│ ") for line in shown(folder, last=1, **options).splitlines()]
 
 
 def write_rows(run: Path, *rows: dict[str, object]) -> None:
@@ -182,27 +184,26 @@ def test_a_long_observation_is_cut_and_what_was_cut_is_counted(run: Path):
 def test_answers_of_several_turns_of_an_evaluation(run: Path):
     path = run / "eval/step-000004.jsonl"
     path.write_text(json.dumps(ANSWER_OF_TURNS) + "\n")
-    assert lines(run, evaluation=True)[3:10] == [
+    assert lines(run, eval=True)[3:10] == [
         *("", "turn 1 of 2  1 tokens by v1.4", "3"),
         *("user: No.", "turn 2 of 2  1 tokens by v1.4", "2", ""),
     ]
     called = "user: 1+1=\nassistant: look({})\ntool: it is 2\nassistant: 2"
     replies = ["<function=look>" * 2, "2"]
     path.write_text(json.dumps(ANSWER_OF_TURNS | {"answer": called, "replies": replies}) + "\n")
-    assert lines(run, evaluation=True)[3:8] == [
+    assert lines(run, eval=True)[3:8] == [
         *("", "turn 1 of 2  1 tokens by v1.4, calls look (2 times)", "<function=look>" * 2),
         *("tool: it is 2", "turn 2 of 2  1 tokens by v1.4"),
     ]
     rewritten = ANSWER_OF_TURNS | {"answer": "user: 3+\nassistant: 4", "branches": [5]}
     path.write_text(json.dumps(rewritten) + "\n")
-    assert lines(run, evaluation=True)[3:9] == [
+    assert lines(run, eval=True)[3:9] == [
         *("", "user: 3+", "assistant: 4", "turn 1 of 2  1 tokens by v1.4", "3"),
         "branch 2 begins",
     ]
 
 
-def test_rows_for_programs_are_whole(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_for_programs_are_whole(run: Path):
     rows = [TRAINED, OF_TURNS]
     write_rows(run, *rows)
-    assert shown(run, as_json=True) == ""
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert [json.loads(line) for line in shown(run, json=True).splitlines()] == rows

@@ -13,12 +13,13 @@ import pytest
 from slipstream.broker.history.columns import StoredState, write_state
 from slipstream.broker.history.history import RunHistory
 from slipstream.deploy.commands.status import main as status
-from slipstream.deploy.commands.top import ends_in_order, keys_of, top
+from slipstream.deploy.commands.top import ends_in_order, keys_of
 from slipstream.deploy.terminal.observe import outcome_of, trouble_of
 from slipstream.deploy.terminal.recent import recent_of
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.settings.sections import RunSection
+from tests.support.commands import call_command
 from tests.support.wire_samples import STATUS
 
 
@@ -40,7 +41,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 def test_json_without_a_broker_reports_that_none_runs(folder: Path):
     with pytest.raises(PeerLostError, match="no broker runs"):
-        top(folder, as_json=True)
+        call_command("top", folder, json=True)
 
 
 def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
@@ -49,7 +50,7 @@ def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
     columns = RunHistory(began_s=0.0).columns()
     write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
     (folder / "summary.json").write_text('{"outcome": "finished"}')
-    assert top(folder, as_json=True) == 0
+    assert call_command("top", folder, json=True) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["outcome"] == "finished"
     assert figures["steps"] == STATUS.steps
@@ -73,13 +74,13 @@ def test_the_screen_of_an_ended_run_is_printed_from_its_folder_wherever_it_is(
 
 def test_what_is_no_terminal_cannot_be_drawn_on(folder: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="--json"):
-        top(folder, as_json=False)
+        call_command("top", folder)
     assert capsys.readouterr().out == ""
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="not a run folder"):
-        top(tmp_path, as_json=True)
+        call_command("top", tmp_path, json=True)
 
 
 def test_a_key_is_read_at_once_and_the_terminal_is_as_before(terminal: tuple[int, int]):

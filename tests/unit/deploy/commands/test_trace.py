@@ -2,15 +2,14 @@
 
 import io
 import json
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from slipstream.broker.history.columns import StoredState, write_state
 from slipstream.broker.history.history import RunHistory
@@ -18,7 +17,6 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.store.event_log import FolderTrail
-from slipstream.deploy.commands.trace import main, write_trace
 from slipstream.deploy.terminal.timeline import phase_spans, publish_spans
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE, TRAIL
@@ -26,6 +24,7 @@ from slipstream.wire.messages.trajectory import Turn
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME
+from tests.support.commands import call_command
 from tests.support.ledger_driver import (
     generate,
     header,
@@ -111,12 +110,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def trace(folder: Path, *, max_spans: int = 1_000, **options: object) -> int:
+    return call_command("trace", folder, **{"max-spans": max_spans, **options})
+
+
 def read(folder: Path, *, max_spans: int = 1_000) -> tuple[list[dict[str, Any]], str]:
-    console = Console(file=(written := io.StringIO()), width=200)
     out = folder / "out.json"
-    write_trace(folder, out, console, max_spans=max_spans)
-    printed = written.getvalue()
-    return json.loads(out.read_text())["traceEvents"], printed
+    with redirect_stdout(io.StringIO()) as written:
+        trace(folder, out=out, max_spans=max_spans)
+    return json.loads(out.read_text())["traceEvents"], written.getvalue()
 
 
 def lanes(events: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -318,18 +320,18 @@ def test_a_clock_that_was_set_back_makes_no_span_of_negative_length(tmp_path: Pa
 
 def test_run_without_a_trail_names_the_setting_for_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
-        main(Namespace(folder=tmp_path, out=None, max_spans=1))
+        trace(tmp_path, max_spans=1)
     (tmp_path / TRAIL).mkdir()
     with pytest.raises(ConfigError, match="has just started"):
-        main(Namespace(folder=tmp_path, out=None, max_spans=1))
+        trace(tmp_path, max_spans=1)
     with pytest.raises(ConfigError, match="at least 1"):
-        main(Namespace(folder=tmp_path, out=None, max_spans=0))
+        trace(tmp_path, max_spans=0)
 
 
 def test_the_file_is_in_the_run_folder_unless_another_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(Namespace(folder=folder, out=None, max_spans=1_000)) == 0
+    assert trace(folder, max_spans=1_000) == 0
     assert json.loads((folder / "trace.json").read_text())["otherData"] == {"run": folder.name}
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert not list(_unfinished(folder))
@@ -342,4 +344,4 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 def test_a_file_that_cannot_be_written_is_refused_by_its_option(folder: Path):
     out = folder / "nowhere" / "trace.json"
     with pytest.raises(ConfigError, match=r"trace\.json cannot be written: .* \(--out\)"):
-        write_trace(folder, out, Console(file=io.StringIO()), max_spans=10)
+        trace(folder, out=out)

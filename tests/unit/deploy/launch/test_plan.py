@@ -140,7 +140,7 @@ def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):
 def test_the_shipped_configs_fit_into_80_gib_by_the_estimate(name: str, tmp_path: Path):
     config = config_of(name, tmp_path)
     hf = load_hf_config(tmp_path)
-    learner = sum(part.num_bytes for part in learner_memory(hf, config)) / GIB
+    learner = sum(part.num_bytes for part in learner_memory(hf, config.learner)) / GIB
     cache = generator_memory(hf, config)[1]
     assert learner < 80
     assert cache.num_bytes > 0
@@ -162,7 +162,7 @@ def test_a_larger_gpu_has_more_cache_and_no_other_weights(tmp_path: Path):
 def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path)
     hf = load_hf_config(tmp_path)
-    parts = {part.what: part.num_bytes for part in learner_memory(hf, config)}
+    parts = {part.what: part.num_bytes for part in learner_memory(hf, config.learner)}
     copied = 36 * (2 * 4096 + 2 * 128) + 4096  # norms: of layers, of queries and keys, the last
     assert parts["optimizer"] == 12 * ((hf.num_parameters - copied) / 8 + copied)
 
@@ -170,7 +170,8 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
 def test_the_learner_is_judged_by_the_stage_that_needs_most(tmp_path: Path):
     stages = ("learner.tensor_parallel=4", "learner.pipeline_parallel=2")
     config = config_of("qwen3-8b-16gpu", tmp_path, *stages, "learner.layers_per_stage=[30,6]")
-    parts = {part.what: part.num_bytes for part in learner_memory(load_hf_config(tmp_path), config)}
+    memory = learner_memory(load_hf_config(tmp_path), config.learner)
+    parts = {part.what: part.num_bytes for part in memory}
     assert "logits" not in parts, "those are on the last stage, which has few layers"
     layer = 2 * (4096 + 128) + (2 * (4096 + 1024) * 4096 + 3 * 4096 * 12288) / 4
     assert parts["gradients"] == 4 * (30 * layer + 151936 * 4096 / 4)
@@ -192,8 +193,8 @@ def test_attention_groups_hold_the_whole_attention_each(tmp_path: Path):
 def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path)
     hf = load_hf_config(tmp_path)
-    alone = sum(part.num_bytes for part in learner_memory(hf, config))
-    both = learner_memory(hf, config, frozen=[hf], has_critic=True)
+    alone = sum(part.num_bytes for part in learner_memory(hf, config.learner))
+    both = learner_memory(hf, config.learner, frozen=[hf], has_critic=True)
     copied = 36 * (2 * 4096 + 2 * 128) + 4096
     own = (hf.num_parameters - copied) / 8 + copied
     critic = own - 151936 * 4096 / 8 + 4096 + 1  # a value head in place of the output layer

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from slipstream.broker.advisories.view import Advisory
 from slipstream.deploy.terminal.layout import Block, Screen, fit
+from slipstream.deploy.terminal.recent import Recent
 from slipstream.deploy.terminal.screen import lines_of
 from slipstream.wire.messages.status import RoleStatus, RunStatus, ThrottleChange, ThrottleStatus
 from slipstream.wire.messages.versions import PolicyVersion
@@ -28,20 +29,26 @@ ADVISORY = Advisory(
 )
 
 
-class Known:
+class Known(Recent):
     """A history that was given."""
 
     def __init__(
-        self, busy: dict[str, float] | None = None, *, rewards: Sequence[float] = ()
+        self,
+        busy: dict[str, float] | None = None,
+        *,
+        rewards: Sequence[float] = (),
+        advisories: Sequence[Advisory] = (),
     ) -> None:
+        super().__init__(None, high_water_bytes=0, fsync="")
         self._busy = busy or {}
-        self._curves = {"reward/sampled": rewards}
+        self._curves = {"reward/sampled": list(rewards)}
+        self._advisories = list(advisories)
 
     def busy(self, process: str) -> float | None:
         return self._busy.get(process)
 
-    def curve(self, name: str) -> Sequence[float]:
-        return self._curves.get(name, ())
+    def curve(self, name: str) -> list[float]:
+        return self._curves.get(name, [])
 
 
 def role(name: str, kind: str, **fields: Any) -> RoleStatus:  # noqa: ANN401 values of the role
@@ -69,9 +76,8 @@ def drawn(
 ) -> list[str]:
     lines = lines_of(
         state,
-        advisories,
+        recent or Known(rewards=[0.1, 0.5, 0.9], advisories=advisories),
         Screen(width, height, plain=plain),
-        recent=recent or Known(rewards=[0.1, 0.5, 0.9]),
         trouble=trouble,
         footer="q quits",
         now_s=NOW_S,
@@ -101,9 +107,8 @@ def test_nothing_is_wider_or_higher_than_the_screen(width: int, height: int, gen
 
 def test_rich_draws_the_lines_as_they_are():
     state = status()
-    lines = lines_of(
-        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q quits", now_s=NOW_S
-    )
+    known = Known(advisories=[ADVISORY])
+    lines = lines_of(state, known, Screen(80, 24), footer="q quits", now_s=NOW_S)
     console = Console(file=(written := io.StringIO()), width=80)
     for line in lines:
         console.print(line)
@@ -255,9 +260,8 @@ def test_evaluations_are_listed_by_step_and_by_source():
 
 def test_an_address_that_is_too_long_for_a_line_is_shown_whole():
     url = "http://127.0.0.1:43210/?token=" + "x" * 43
-    lines = lines_of(
-        status(), [], Screen(80, 24), recent=Known(), footer=f"dashboard {url}", now_s=NOW_S
-    )
+    footer = f"dashboard {url}"
+    lines = lines_of(status(), Known(), Screen(80, 24), footer=footer, now_s=NOW_S)
     assert [line.plain for line in lines[-2:]] == ["dashboard", url]
 
 

@@ -67,11 +67,4 @@ def test_latent_attention_has_no_heads_to_divide():
 
 def test_what_does_not_hold_the_weights_is_none():
     with pytest.raises(ValueError, match="4 GPUs of 80 GiB do not hold 1342 GB"):
-        EngineLaw.of(
-            shape_of("DeepSeek-V3"),
-            gpu_named("H100"),
-            num_gpus=4,
-            base_s=0.0,
-            bandwidth_share=1.0,
-            flops_share=1.0,
-        )
+        EngineLaw.of(shape_of("DeepSeek-V3"), gpu_named("H100"), num_gpus=4, base_s=0.0, share=1.0)

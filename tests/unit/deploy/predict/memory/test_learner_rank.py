@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from slipstream.algos import linear_logprobs
 from slipstream.algos.section import AlgoSection
 from slipstream.deploy.predict.memory import learner_rank as memory
+from slipstream.deploy.predict.memory.gpu import learner_memory
 from slipstream.deploy.predict.memory.learner_rank import (
     RankParameters,
     learner_stages,
-    most_memory,
     passes_in_flight,
     rank_parameters,
     total_bytes,
@@ -234,11 +234,9 @@ def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
 
 
 def test_the_stage_that_needs_most_is_the_worst():
-    stages = learner_stages(
-        SMALL, settings(ranks=2, pipeline_parallel=2), on_gpu=False, frozen=[SMALL], has_critic=True
-    )
-    sums = [total_bytes(parts) for parts in stages]
-    assert total_bytes(most_memory(stages)) == max(sums) != min(sums)
+    given, others = settings(ranks=2, pipeline_parallel=2), {"frozen": [SMALL], "has_critic": True}
+    sums = [total_bytes(parts) for parts in learner_stages(SMALL, given, on_gpu=True, **others)]
+    assert total_bytes(learner_memory(SMALL, given, **others)) == max(sums) != min(sums)
 
 
 POWERS = st.sampled_from([1, 2, 4])

@@ -6,7 +6,8 @@ import pytest
 
 from slipstream.deploy.config import run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_of
-from slipstream.deploy.predict.size.answer import PlanRequest, answer
+from slipstream.deploy.predict.size.answer import answer
+from slipstream.deploy.predict.size.proposals import PlanRequest
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import to_table
 from tests.support.planned import H100, config_of, shape_of

@@ -8,10 +8,10 @@ QWEN = "Qwen3-30B-A3B"
 
 def test_divisions_keep_tensor_parallelism_on_a_host_and_divide_the_ranks():
     found = list(divisions(shape_of(QWEN), 16, 8, context=2))
-    assert {one.tensor for one in found} == {1, 2, 4, 8}
+    assert {one.tensor_parallel for one in found} == {1, 2, 4, 8}
     for one in found:
-        assert 16 % (one.tensor * one.pipeline * 2) == 0
-        assert (16 // one.pipeline) % one.expert == 0
+        assert 16 % (one.tensor_parallel * one.pipeline_parallel * 2) == 0
+        assert (16 // one.pipeline_parallel) % one.expert_parallel == 0
         assert one.ranks_per_node == 8
 
 
@@ -20,8 +20,9 @@ def test_parts_of_hosts_are_not_divided():
 
 
 def _division(**sizes: int) -> Division:
-    given = {"ranks": 8, "ranks_per_node": 0, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-    return Division(**{**given, **sizes})
+    kinds = ("tensor", "pipeline", "context", "expert")
+    parallel = {f"{kind}_parallel": sizes.get(kind, 1) for kind in kinds}
+    return Division(ranks=8, ranks_per_node=0, **parallel)
 
 
 def test_what_the_learner_refuses_is_no_candidate():

@@ -1,5 +1,7 @@
 """What is proposed: legal layouts that fit, and never more GPUs where there is more memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream.deploy.predict.memory.learner_rank import learner_stages, total_bytes
@@ -24,7 +26,9 @@ def test_every_proposal_fits_and_is_accepted_by_the_learner(gpus: int, gib: floa
     assert found
     for one in found:
         assert one.gpu_bytes <= question.cluster.available_bytes
-        again = learner_settings({**question.table, "learner": to_table(one.settings.learner)})
+        again = learner_settings(
+            {**question.config.table, "learner": to_table(one.settings.learner)}
+        )
         refuse_layout(question.hf, again.learner)
         stages = learner_stages(question.hf, again, on_gpu=True)
         assert max(map(total_bytes, stages)) == one.gpu_bytes
@@ -54,11 +58,7 @@ def test_what_costs_time_is_taken_only_where_nothing_else_fits():
 def test_a_host_without_memory_holds_no_optimizer():
     question = question_of(QWEN, gib=80)
     assert proposals(question, 4)
-    limited = type(question)(
-        **{name: getattr(question, name) for name in question.__dataclass_fields__}
-        | {"host_bytes": 100e9}
-    )
-    assert proposals(limited, 4) == []
+    assert proposals(replace(question, host_bytes=100e9), 4) == []
 
 
 def test_microbatches_too_long_for_one_rank_are_divided_over_several():
