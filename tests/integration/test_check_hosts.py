@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.config import RunConfig, run_config
-from slipstream.deploy.launch.host_program import Post
+from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.preflight.check.facts import HostReport, exit_code
 from slipstream.deploy.preflight.check.places import NODE_PROGRAM
 from slipstream.deploy.preflight.check.survey import survey

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorDiedError, RayError, RayTaskError, RuntimeEnvSetupError
 
+from slipstream.deploy.launch.cluster.ray_site import RayProcess, RaySite, _reason
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.deploy.launch.ray import RayProcess, RaySite, _reason
 from slipstream.wire.process.command_line import EXIT_FAILED
 from tests.support.waiting import until
 

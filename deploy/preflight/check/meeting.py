@@ -13,7 +13,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from slipstream.deploy.config import RunConfig, resolved_text
-from slipstream.deploy.launch.host_program import Post
+from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.preflight.check.facts import HostReport
 from slipstream.deploy.preflight.check.places import LocalPlaces

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.host_program import HostProgram, Post
+from slipstream.deploy.launch.cluster.host_program import HostProgram, Post
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 
 NODE_PROGRAM = "slipstream.deploy.preflight.check.node"

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from slipstream.deploy.config import RunConfig, resolved_text
-from slipstream.deploy.launch.host_program import Post
+from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.launch.plan import kind_of
 from slipstream.deploy.preflight.check.clock import judge_clock, measure
 from slipstream.deploy.preflight.check.facts import Fact, HostReport, fail, ok

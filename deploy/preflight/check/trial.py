@@ -18,7 +18,7 @@ from slipstream.broker.data.sources import load_source, local_data, training_sou
 from slipstream.broker.reward_worker.choice import is_missing, read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.host_program import PROGRESS
+from slipstream.deploy.launch.cluster.host_program import PROGRESS
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem

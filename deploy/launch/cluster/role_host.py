@@ -1,7 +1,7 @@
 """Starts and watches one role on a host of a cluster, for a supervisor on another host.
 
-Nothing here knows the kind of cluster: `ray.py` makes an actor of it. Inputs and outputs are bytes
-of the structs below, in JSON, so no object of ours is ever unpickled.
+Nothing here knows the kind of cluster: `ray_calls.py` makes an actor of it. Inputs and outputs are
+bytes of the structs below, in JSON, so no object of ours is ever unpickled.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from slipstream.broker.server.keyring import authorize
-from slipstream.deploy.launch.host_program import HostProgram
+from slipstream.deploy.launch.cluster.host_program import HostProgram
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.starters import LocalProcess, LocalStarter
 from slipstream.generators.sglang.process import remove_leftovers

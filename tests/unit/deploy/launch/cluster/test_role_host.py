@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from slipstream.broker.server.keyring import holders
-from slipstream.deploy.launch.host_program import HostProgram
-from slipstream.deploy.launch.role_host import (
+from slipstream.deploy.launch.cluster.host_program import HostProgram
+from slipstream.deploy.launch.cluster.role_host import (
     PYTHON,
     SETTINGS,
     HostFacts,

@@ -33,11 +33,10 @@ from rich.console import Console
 
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, nearest_folder, resolved_text, write_resolved
-from slipstream.deploy.launch.host_program import Post
-from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
-from slipstream.deploy.launch.pools import Pool, pool_of_one, pools_of
-from slipstream.deploy.launch.ray_token import require_token
-from slipstream.deploy.launch.role_host import (
+from slipstream.deploy.launch.cluster.host_program import Post
+from slipstream.deploy.launch.cluster.pools import Pool, pool_of_one, pools_of
+from slipstream.deploy.launch.cluster.ray_token import require_token
+from slipstream.deploy.launch.cluster.role_host import (
     PYTHON,
     SETTINGS,
     HostFacts,
@@ -45,6 +44,7 @@ from slipstream.deploy.launch.role_host import (
     RoleHost,
     StartRole,
 )
+from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
 from slipstream.deploy.launch.session import Session, View, run_in_folder
 from slipstream.deploy.launch.signals import Signals
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
