@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.plan import kind_of, learner_names
+from slipstream.deploy.launch.plan import generator_names, kind_of, learner_names
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -43,7 +43,7 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
     per_node = config.learner.layout.ranks_per_node
     workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
     nodes = learner_names(config.learner.layout)
-    engines = [f"generator-{i}" for i in range(config.generators.generators.count)]
+    engines = generator_names(config)
     gpus = _engine_gpus(config, uses_gpus) | ({"learner": per_node} if uses_gpus else {})
     several = len(nodes) > 1
     pools = [
