@@ -74,8 +74,8 @@ def top(folder: Path, *, as_json: bool) -> int:
     console = make_console()
     if not console.is_terminal:
         raise ConfigError("slipstream top draws on a terminal, and this is not one: use --json")
-    watcher = StatusWatcher(run, every_s=_EVERY_S)
-    watcher.start()
+    watcher = StatusWatcher(every_s=_EVERY_S)
+    watcher.start(run)
     live = Live(console=console, screen=True, auto_refresh=False)
     keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
     written = saved_status(run, stored)

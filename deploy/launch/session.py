@@ -1,6 +1,7 @@
 """The life of a run under one supervisor: start, watch, scale, end cleanly, show the outcome.
 
-A `Site` knows where the processes run: this host (`local.py`) or a Ray cluster.
+A `RunSite` knows where the processes run: this host (`local.py`) or a Ray cluster
+(`cluster/ray_site.py`).
 """
 
 import errno
@@ -11,17 +12,19 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Literal, Protocol, TextIO
 
 from rich.console import Console
+from typing_extensions import override
 
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.launch.rotation import rotate
-from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
+from slipstream.deploy.launch.scaling import GeneratorBounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import Starter
 from slipstream.deploy.launch.supervise import Supervisor
@@ -44,10 +47,46 @@ _POLL_S = 0.2
 _BROKER_START_S = 120.0  # limit without a sign of life
 _WITHOUT_BROKER_S = 5.0  # time for roles to end after the broker is lost
 _ROTATE_EVERY_S = 30.0
-_REFUSED = "refused: "
 
 
-class Site(Protocol):
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended."""
+
+    kind: Literal["finished", "stopped", "refused", "failed"]
+    reason: str  # empty if it is finished
+    code: int  # exit code
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}" if self.reason else self.kind
+
+
+def outcome_of(
+    error: StopRequestedError | SlipstreamError | OSError, folder: Path, *, has_room: bool
+) -> RunOutcome:
+    """Return how an error ends the run in a folder, whose disk has room or is full.
+
+    Raises:
+        OSError: the error itself, if it is a fault of this program.
+    """
+    match error:
+        case StopRequestedError():
+            return RunOutcome("stopped", str(error), error.exit_code)
+        case ConfigError():
+            reason = str(error)
+        case OSError():
+            if (trouble := disk_trouble(error)) is None:
+                raise error
+            reason = str(trouble)
+        case _ if has_room:
+            return RunOutcome("failed", str(error), EXIT_FAILED)
+        case _:
+            reason = f"{os.strerror(errno.ENOSPC)}: {folder} (run.dir)"
+    return RunOutcome("refused", reason, EXIT_BAD_SETTINGS)
+
+
+class RunSite(Protocol):
     """Place of a run's processes."""
 
     @property
@@ -78,7 +117,7 @@ class Site(Protocol):
         """Clean up after the roles have ended."""
 
 
-class View(Protocol):
+class RunView(Protocol):
     """A picture of the run for its user."""
 
     @property
@@ -92,10 +131,17 @@ class View(Protocol):
         """Show the figures of a run that has ended."""
 
 
-class Session:
+class RunSession:
     """One run, from its first process to its outcome."""
 
-    def __init__(self, config: RunConfig, site: Site, view: View, signals: Signals) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        site: RunSite,
+        view: RunView,
+        signals: Signals,
+        watcher: StatusWatcher | None = None,
+    ) -> None:
         self._config = config
         self._site = site
         self._view = view
@@ -109,65 +155,49 @@ class Session:
             window_s=deploy.restart_window_s,
             backoff_s=deploy.restart_backoff_s,
             stop_timeout_s=deploy.stop_timeout_s,
+            forking=signals.held,
         )
-        signals.held_while(lambda: self._supervisor.is_forking)
-        self._supervisor.on_forked = signals.raise_received
-        self._watcher: StatusWatcher | None = None  # set once the broker's address is known
+        self._watcher = watcher or StatusWatcher()
         self._ended: set[str] = set()  # processes that will not restart
-        self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
+        self._bounds = GeneratorBounds(deploy.min_generators, deploy.max_generators)
         self._rotates_s = 0.0  # time of the next look at the logs
         self._window: tuple[float, RunStatus] | None = None  # start, and the run then
 
-    def run(self) -> int:
-        """Run to the end; return the exit code."""
-        run = self._config.run
-        reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then
+    def run(self) -> "RunOutcome":
+        """Run to the end; show and return the outcome."""
+        # until it is known: the learner saves then
+        outcome = RunOutcome("failed", "by a fault of this program", EXIT_FAILED)
         try:
             with self._signals.raising():
                 self._run()
-                reason, code = "finished", 0
-        except StopRequestedError as error:
-            reason, code = f"stopped: {error}", error.exit_code
-        except ConfigError as error:
-            reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
-        except SlipstreamError as error:
-            reason, code = f"failed: {error}", EXIT_FAILED
-            if shutil.disk_usage(run.folder).free == 0:
-                full = os.strerror(errno.ENOSPC)
-                reason, code = f"{_REFUSED}{full}: {run.folder} (run.dir)", EXIT_BAD_SETTINGS
-        except OSError as error:
-            if (trouble := disk_trouble(error)) is None:
-                raise
-            reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
+                outcome = RunOutcome("finished", "", 0)
+        except (StopRequestedError, SlipstreamError, OSError) as error:
+            folder = self._config.run.folder
+            outcome = outcome_of(error, folder, has_room=shutil.disk_usage(folder).free > 0)
         finally:
-            if code:
+            if outcome.code:
                 self._let_learner_save()
             # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
-            self._end_roles(reason if code else "")
+            self._end_roles(outcome)
             self._site.close()
-        finish(run, self._newest, reason, self._view)
-        return code
+        finish(self._config.run, self._watcher.newest, outcome, self._view)
+        return outcome
 
     @property
     def has_stepped(self) -> bool:
         """True once the learner has visibly made a step."""
-        return self._newest is not None and self._newest.steps > 0
+        return self._watcher.newest is not None and self._watcher.newest.steps > 0
 
-    @property
-    def _newest(self) -> RunStatus | None:
-        return self._watcher.newest if self._watcher is not None else None
-
-    def _end_roles(self, reason: str) -> None:
-        """End all processes, the broker last; ``reason`` is empty if the run is complete."""
+    def _end_roles(self, outcome: "RunOutcome") -> None:
+        """End all processes, the broker last."""
         supervisor = self._supervisor
-        if self._watcher is not None:
-            self._watcher.close()
+        self._watcher.close()
         roles = [name for name in supervisor.children if name != "broker"]
         if supervisor.runs("broker"):
             supervisor.stop(roles)
         else:  # roles would only wait for the broker
-            if reason and supervisor.children:
-                self._console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+            if outcome.code and supervisor.children:
+                print_trouble(self._console, outcome)
             supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
         supervisor.stop(["broker"])
         supervisor.let_go()
@@ -177,7 +207,7 @@ class Session:
         config, supervisor = self._config, self._supervisor
         if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
             return
-        status = self._newest
+        status = self._watcher.newest
         if not supervisor.runs("broker") or status is None or status.steps == 0:
             return
         self._signals.forget()
@@ -189,9 +219,7 @@ class Session:
         if step < status.steps:
             self._console.print(
                 f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
-                f"{config.run.logs / 'learner.log'}",
-                style="bold red",
-                soft_wrap=True,
+                f"{config.run.logs / 'learner.log'}"
             )
 
     def _run(self) -> None:
@@ -205,9 +233,8 @@ class Session:
             supervisor.start(plan)
         if line := self._site.where_to_connect():
             self._console.print(line, soft_wrap=True)
-        self._watcher = StatusWatcher(self._site.run)
-        self._watcher.start()
-        self._watch(self._watcher)
+        self._watcher.start(self._site.run)
+        self._watch()
 
     def _await_broker(self) -> None:
         patience = self._patience_with_broker()
@@ -222,7 +249,7 @@ class Session:
                 )
             time.sleep(_POLL_S)
 
-    def _watch(self, watcher: StatusWatcher) -> None:
+    def _watch(self) -> None:
         """Watch until every role except the broker has ended cleanly."""
         supervisor = self._supervisor
         limit = self._config.deploy.time_limit_s
@@ -236,32 +263,32 @@ class Session:
                     rotate(
                         self._config.run.logs, max_bytes=logs.rotate_mb << 20, keep=logs.keep_logs
                     )
-                self._scale(watcher)
-                self._record_ended(watcher)
+                self._scale()
+                self._record_ended()
                 if limit and time.monotonic() - started > limit:
                     raise ChildDiedError(
                         f"the run took longer than deploy.time_limit_s = {limit:.0f}"
                     )
-                show(watcher)
+                show(self._watcher)
                 time.sleep(_POLL_S)
 
-    def _record_ended(self, watcher: StatusWatcher) -> None:
+    def _record_ended(self) -> None:
         names = self._names()
         for name in names:
             if name not in self._ended and self._supervisor.finished([name]):
                 self._ended.add(name)
                 same = [other for other in names if kind_of(other) == kind_of(name)]
                 if self._ended.issuperset(same) and not self._supervisor.left_out(name):
-                    self._require_complete(name, watcher)
+                    self._require_complete(name)
 
-    def _scale(self, watcher: StatusWatcher) -> None:
+    def _scale(self) -> None:
         """Start or end generators, as a request or the load asks for."""
         folder = self._config.run.folder
         if request := take_request(folder):
             refused = self._scale_to(request.generators, "as requested")
             answer = ScaleAnswer(id=request.id, generators=self._num_generators(), refused=refused)
             write_answer(folder, answer)
-        if not self._bounds.largest or (status := watcher.newest) is None or status.finished:
+        if not self._bounds.largest or (status := self._watcher.newest) is None or status.finished:
             return
         now = time.monotonic()
         if self._window is None:
@@ -313,9 +340,9 @@ class Session:
     def _names(self) -> Sequence[str]:
         return [name for name in self._supervisor.children if name != "broker"]
 
-    def _require_complete(self, name: str, watcher: StatusWatcher) -> None:
+    def _require_complete(self, name: str) -> None:
         """Refuse the end of a role's last process before the run is over; others may leave."""
-        patience = self._patience_with_broker()
+        watcher, patience = self._watcher, self._patience_with_broker()
         ended_s = time.monotonic()
         while watcher.asked_s < ended_s:
             if patience.is_over():
@@ -334,7 +361,8 @@ class Session:
             self._console.print(words, soft_wrap=True, highlight=False)
 
         broker = self._supervisor.children["broker"]
-        return Patience("the broker to answer", _BROKER_START_S, broker.signs, log=report)
+        signs = lambda: broker.process.signs()  # noqa: E731 it may have restarted
+        return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
 def lock_run(run: RunSection) -> TextIO:
@@ -358,7 +386,7 @@ def lock_run(run: RunSection) -> TextIO:
     return lock
 
 
-def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
+def run_in_folder(run: RunSection, make_session: Callable[[], RunSession]) -> int:
     """Run in the run's folder, locked meanwhile; return the exit code.
 
     A folder created by a refused start is removed, so the next try can use the name.
@@ -370,10 +398,10 @@ def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
     lock = lock_run(run)
     try:
         session = make_session()
-        code = session.run()
-        if code == EXIT_BAD_SETTINGS and is_new and not session.has_stepped:
+        outcome = session.run()
+        if outcome.kind == "refused" and is_new and not session.has_stepped:
             shutil.rmtree(run.folder, ignore_errors=True)
-        return code
+        return outcome.code
     finally:
         lock.close()
 
@@ -387,31 +415,35 @@ def missing_upload(checkpoint: Path) -> str:
     return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"
 
 
-def finish(run: RunSection, newest: RunStatus | None, reason: str, view: View) -> None:
+def finish(run: RunSection, newest: RunStatus | None, outcome: RunOutcome, view: RunView) -> None:
     """Write the run's outcome into its summary, and show it."""
-    console = view.console
-    path = run.summary_file
-    outcome = reason.splitlines()[0]
+    console, path = view.console, run.summary_file
+    line = str(outcome).splitlines()[0]
     try:
         figures = json.loads(path.read_text()) if path.exists() else {}
         if not figures and newest is not None:
             figures = summary_of(newest)
-        replace_figures(path, figures | {"outcome": outcome})
+        replace_figures(path, figures | {"outcome": line})
     except OSError as error:
         console.print(f"no summary was written: {error}", style="red")
-    if outcome.startswith(_REFUSED):
-        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+    if outcome.kind == "refused":
+        print_trouble(console, outcome)
         return
     if newest is not None:
-        view.show_figures(newest, outcome)
+        view.show_figures(newest, line)
     checkpoint = newest_checkpoint(run.folder)
     if checkpoint is not None:
         best = best_checkpoint(run.folder)
         also = f", best {best}" if best not in {None, checkpoint} else ""
-        hint = "" if reason == "finished" else "; resume from it with --resume auto"
+        hint = "" if outcome.kind == "finished" else "; resume from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
-        if line := missing_upload(checkpoint):
-            console.print(line, style="bold red", highlight=False, soft_wrap=True)
-    if reason != "finished":
-        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+        if late := missing_upload(checkpoint):
+            print_trouble(console, late)
+    if outcome.kind != "finished":
+        print_trouble(console, outcome)
     console.print(f"figures in {path}")
+
+
+def print_trouble(console: Console, trouble: object) -> None:
+    """Print what the user must see."""
+    console.print(str(trouble), style="bold red", highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +12,11 @@ from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.starters import RoleProcess, Starter
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
-from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs
+from slipstream.wire.process.patience import END_AT_MOST, Patience
 from slipstream.wire.process.processes import last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
-_NO_SIGNS = Signs(0.0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class Child:
 
     plan: RolePlan
     log_file: Path
-    process: RoleProcess | None = None
+    process: RoleProcess
     failed_at_s: list[float] = field(default_factory=list)  # within the window
-    num_starts: int = 0
+    num_starts: int = 1
     restart_at_s: float | None = None
     finished: bool = False
     is_left_out: bool = False  # another process took its name and its place
@@ -35,12 +35,8 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """True if the process was started and has not ended."""
-        return self.process is not None and self.process.poll() is None
-
-    def signs(self) -> Signs:
-        """Return the signs of life; zeros between two processes."""
-        return self.process.signs() if self.process is not None else _NO_SIGNS
+        """True if the process has not ended."""
+        return self.process.poll() is None
 
 
 @dataclass(slots=True)
@@ -55,16 +51,14 @@ class Supervisor:
     stop_timeout_s: float
     now: Callable[[], float] = time.monotonic
     children: dict[str, Child] = field(default_factory=dict)
-    is_forking: bool = False
-    """True while no signal handler may raise: logging would stay locked, and a child be lost."""
-    on_forked: Callable[[], None] = lambda: None
-    """Called after a child was started: a handler may have waited."""
+    forking: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Block in which no signal handler raises: logging would stay locked, and a child be lost."""
 
     def start(self, plan: RolePlan) -> None:
         """Start a role."""
-        child = Child(plan, self.logs / f"{plan.name}.log")
-        self.children[plan.name] = child
-        self._spawn(child)
+        log = self.logs / f"{plan.name}.log"
+        with self.forking():
+            self.children[plan.name] = Child(plan, log, self.starter.start(plan, (), log))
 
     def check(self) -> None:
         """Record ended roles; restart failed ones.
@@ -75,9 +69,8 @@ class Supervisor:
         for child in list(self.children.values()):
             if child.restart_at_s is not None:
                 if self.now() >= child.restart_at_s and not self._runs_still(child):
-                    child.restart_at_s = None
-                    self._spawn(child)
-            elif child.process is not None and not child.finished:
+                    self._restart(child)
+            elif not child.finished:
                 self._look_at(child, child.process.poll())
 
     def _look_at(self, child: Child, code: int | None) -> None:
@@ -98,8 +91,9 @@ class Supervisor:
     def _see_off(self, child: Child, leaving: Patience, code: int | None) -> None:
         if code is not None:
             child.finished = True
+            child.process.release()
             self.starter.give_back(child.plan.name)
-        elif leaving.is_over() and child.process is not None:
+        elif leaving.is_over():
             _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
             child.process.send_signal(signal.SIGKILL)
 
@@ -120,10 +114,8 @@ class Supervisor:
         """Ask a role to hand its work back and end; the run continues without it."""
         child = self.children[name]
         child.restart_at_s = None
-        child.leaving = Patience(
-            f"{name} to end", self.stop_timeout_s, child.signs, at_most=END_AT_MOST, now=self.now
-        )
-        _signal(child, signal.SIGTERM)
+        child.leaving = self._patience(child, self.stop_timeout_s)
+        child.process.send_signal(signal.SIGTERM)
 
     def stop(
         self,
@@ -139,55 +131,47 @@ class Supervisor:
             timeout_s: Limit without a sign of life; None for deploy.stop_timeout_s.
             at_most: Multiple of timeout_s after which a role is killed whatever it does.
         """
-        chosen = list(self.children) if names is None else names
-        children = [self.children[name] for name in chosen if name in self.children]
-        running = [child for child in children if child.is_running]
-        for child in children:
-            child.restart_at_s = None
-        for child in running:
-            _signal(child, signal.SIGTERM)
+        chosen = set(self.children if names is None else names)
+        children = [child for name, child in self.children.items() if name in chosen]
         limit_s = self.stop_timeout_s if timeout_s is None else timeout_s
         patience: dict[str, Patience] = {}
-        for child in running:
-            name = child.plan.name
-            patience[name] = Patience(
-                f"{name} to end",
-                limit_s,
-                child.signs,
-                at_most=at_most,
-                log=_log.warning,
-                now=self.now,
-            )
-        while running:
-            running = [child for child in running if child.is_running]
+        for child in children:
+            child.restart_at_s = None
+            if child.is_running:
+                child.process.send_signal(signal.SIGTERM)
+                patience[child.plan.name] = self._patience(child, limit_s, at_most, _log.warning)
+        while running := [child for child in children if child.is_running]:
             for child in running:
                 name = child.plan.name
                 if name in patience and patience[name].is_over():
                     _log.warning("%s %s after SIGTERM and is killed", name, patience[name].why)
-                    _signal(child, signal.SIGKILL)
+                    child.process.send_signal(signal.SIGKILL)
                     del patience[name]
             time.sleep(_POLL_S)
         for child in children:
-            self.starter.sweep(child.plan.name)
+            child.process.release()
 
     def let_go(self) -> None:
-        """End what outlives a role, and release what is kept for all roles."""
+        """End what outlives a role."""
         self.starter.let_go()
-        for child in self.children.values():
-            if child.process is not None:
-                child.process.release()
 
-    def _spawn(self, child: Child) -> None:
-        again = child.plan.restart_arguments if child.num_starts else ()
+    def _patience(
+        self,
+        child: Child,
+        limit_s: float,
+        at_most: float = END_AT_MOST,
+        log: Callable[[str], None] = _log.info,
+    ) -> Patience:
+        what, signs = f"{child.plan.name} to end", child.process.signs
+        return Patience(what, limit_s, signs, at_most=at_most, log=log, now=self.now)
+
+    def _restart(self, child: Child) -> None:
+        plan, log = child.plan, child.log_file
+        child.restart_at_s = None
         child.num_starts += 1
-        if child.process is not None:
-            child.process.release()
-        self.is_forking = True
-        try:
-            child.process = self.starter.start(child.plan, again, child.log_file)
-        finally:
-            self.is_forking = False
-        self.on_forked()
+        child.process.release()
+        with self.forking():
+            child.process = self.starter.start(plan, plan.restart_arguments, log)
 
     def _parts(self, child: Child) -> Iterator[Child]:
         """Yield the other processes of the role, which start and restart with the child."""
@@ -202,10 +186,9 @@ class Supervisor:
         return any(part.is_running and part.restart_at_s is not None for part in parts)
 
     def _failed(self, child: Child, code: int) -> None:
-        name = child.plan.name
-        self.starter.sweep(name)
-        words = child.process.last_words() if child.process is not None else ""
-        because = child.process.ended_because if child.process is not None else ""
+        name, because = child.plan.name, child.process.ended_because
+        words = child.process.last_words()
+        child.process.release()
         if code == EXIT_BAD_SETTINGS:
             reason = words or because or last_lines(child.log_file, 1).strip()
             raise ConfigError(f"{name}: {reason}")
@@ -224,15 +207,10 @@ class Supervisor:
         for other in self._parts(child):
             other.finished = False
             other.restart_at_s = child.restart_at_s
-            _signal(other, signal.SIGKILL)
+            other.process.send_signal(signal.SIGKILL)
 
 
 def _how(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}"
-
-
-def _signal(child: Child, signum: signal.Signals) -> None:
-    if child.process is not None and child.process.poll() is None:
-        child.process.send_signal(signum)

@@ -4,14 +4,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.config import run_config
 from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.preflight.check.facts import HostReport, exit_code
 from slipstream.deploy.preflight.check.places import NODE_PROGRAM
@@ -67,18 +66,6 @@ def program_on(host: Host, before: str) -> Iterator[Callable[[bytes, float], byt
             end(process)
 
 
-@dataclass
-class TwoPlaces:
-    """Everything on the first host, but a generator on the second."""
-
-    config: RunConfig
-    posts: Sequence[Post]
-    is_cluster: bool = False
-
-    def close(self) -> None:
-        """The programs are ended by the test."""
-
-
 class Hosts:
     """Two hosts with the inputs of a run, and what is wrong with the second."""
 
@@ -105,7 +92,7 @@ class Hosts:
                 Post("generator-0", "2", "10.77.0.2", there),
             ]
             config = run_config(load_table(file))
-            first, second = passed_over(survey(TwoPlaces(config, posts), lambda _what: None))
+            first, second = passed_over(survey(config, posts, lambda _what: None))
         return first, second
 
 

@@ -5,13 +5,11 @@ bytes of the structs below, in JSON, so no object of ours is ever unpickled.
 """
 
 import ctypes
-import os
 import secrets
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,30 +22,27 @@ import psutil
 from slipstream.broker.server.keyring import authorize
 from slipstream.deploy.launch.cluster.host_program import HostProgram
 from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.scratch import MEMORY, own_folder, remove_folders_of_the_dead
 from slipstream.deploy.launch.starters import LocalProcess, LocalStarter
-from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.files.keys import ClientKey, write_client_key, write_private
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs_of
-from slipstream.wire.process.processes import keep_folder, remove_abandoned
 
 PYTHON, SETTINGS = "{python}", "{settings}"  # placeholders in a command, replaced on the host
-_PREFIX = "slipstream-"
-_OWNER, _OURS = "owner", "role host"  # file in a folder of ours, and its content
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000  # above the ports of Ray's workers
-_MEMORY = Path("/dev/shm")  # noqa: S108 memory, never a disk
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 _END_S = 10.0  # limit without a sign of life, for what outlives a role
 _MOST_LOG_BYTES = 256 << 10  # limit for one answer
 
 
-class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+class HostFacts(msgspec.Struct, frozen=True):
     """What a host says of itself."""
 
     hostname: str
     sees: bool  # True if the host sees the file in question
+    node: str  # id in the cluster; empty without one
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,19 +57,19 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True):
     key: ClientKey | None  # key that the role proves to the broker
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
+class RoleState(msgspec.Struct, frozen=True, kw_only=True):
     """A role as it is now."""
 
     code: int | None  # exit code, None while it runs
     words: str  # last line of the role
-    cpu_s: float
-    page_ins: int
-    log_bytes: int  # bytes written to the log so far
+    signs: Signs
     sockets: tuple[str, ...]  # names in its folder of sockets
 
 
 class RoleHost:
     """A folder for temporary files, one of memory for a key, and at most one process of a role."""
+
+    node = ""  # id in the cluster; empty without one
 
     def __init__(self, *, end_s: float = _END_S) -> None:
         """Make the folders.
@@ -83,9 +78,9 @@ class RoleHost:
             end_s: Limit without a sign of life, for what outlives a role at closing.
         """
         self._end_s = end_s
-        _remove_those_of_the_dead()
-        self.scratch = _own_folder(None)
-        self._memory = _own_folder(_MEMORY if _MEMORY.is_dir() else self.scratch)
+        remove_folders_of_the_dead()
+        self.scratch = own_folder()
+        self._memory = own_folder(MEMORY if MEMORY.is_dir() else self.scratch)
         self._starter = LocalStarter(self.scratch)
         self._process: LocalProcess | None = None
         self._program: HostProgram | None = None  # program that looks at this host
@@ -97,8 +92,8 @@ class RoleHost:
 
     def facts(self, path: str) -> bytes:
         """Return HostFacts; ``path`` is the file in question."""
-        facts = HostFacts(hostname=socket.gethostname(), sees=Path(path).is_file())
-        return msgspec.json.encode(facts)
+        sees = Path(path).is_file()
+        return msgspec.json.encode(HostFacts(socket.gethostname(), sees, self.node))
 
     def free_port(self, address: str, count: int) -> int:
         """Return the first of ``count`` neighboring ports that are free on an address now.
@@ -139,7 +134,7 @@ class RoleHost:
                 HostProgram,
                 module,
                 folder=where,
-                progress=lambda _what: None,  # nobody watches
+                progress=lambda _what: None,  # shown on another host
             ).result()
         return self._program.ask(request, limit_s)
 
@@ -158,7 +153,6 @@ class RoleHost:
         plan = RolePlan(role.name, tuple(command), environment=role.environment, cores=role.cores)
         folder = Path(role.folder) if role.folder else None
         if self._process is not None:
-            self._starter.sweep(role.name)
             self._process.release()
         self._process = self._forks.submit(
             self._starter.start, plan, (), self._log, folder
@@ -166,7 +160,7 @@ class RoleHost:
         return self._process.pid
 
     def observe(self, offset: int, wait_s: float) -> tuple[bytes, bytes]:
-        """Return an Observation, and the role's log from byte ``offset`` on.
+        """Return a RoleState, and the role's log from byte ``offset`` on.
 
         Args:
             offset: Position in the log of all processes started here.
@@ -184,13 +178,10 @@ class RoleHost:
         with self._log.open("rb") as file:
             file.seek(offset)
             log = file.read(_MOST_LOG_BYTES)
-        signs: Signs = process.signs()
-        seen = Observation(
+        seen = RoleState(
             code=code,
             words=process.last_words(),
-            cpu_s=signs.cpu_s,
-            page_ins=signs.page_ins,
-            log_bytes=signs.log_bytes,
+            signs=process.signs(),
             sockets=tuple(path.name for path in self._sockets.glob("*.sock")),
         )
         return msgspec.json.encode(seen), log
@@ -202,9 +193,10 @@ class RoleHost:
 
     def close(self) -> None:
         """End the role and everything that it left, and remove the folders."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process.release()
         if self._program is not None:
             self._program.close()
         self._starter.let_go()
@@ -239,14 +231,10 @@ class RoleHost:
         return self.scratch / "sockets"
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _is_free(address: str, port: int) -> bool:
-    with socket.socket(_family(address)) as one:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         try:
-            one.bind((address, port))
+            listener.bind((address, port))
         except (OSError, OverflowError):
             return False
     return True
@@ -255,30 +243,3 @@ def _is_free(address: str, port: int) -> bool:
 def _adopt_orphans(wanted: bool) -> None:
     with suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(wanted))
-
-
-def _own_folder(parent: Path | None) -> Path:
-    """Make a folder that is locked until this process ends, and is marked as ours."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    keep_folder(folder)
-    (folder / _OWNER).write_text(_OURS)
-    return folder
-
-
-def _remove_those_of_the_dead() -> None:
-    """Remove the folders of killed role hosts, which are no longer locked.
-
-    A living role host may be in another container that shares them: process ids prove nothing.
-    """
-    for parent in {Path(tempfile.gettempdir()), _MEMORY}:
-        for folder in parent.glob(f"{_PREFIX}*"):
-            with suppress(OSError, UnicodeDecodeError):
-                own = folder.stat().st_uid == os.geteuid()
-                if own and (folder / _OWNER).read_text() == _OURS:
-                    remove_abandoned(folder, _remove)
-
-
-def _remove(folder: Path) -> None:
-    for left in folder.glob("*-*"):
-        remove_leftovers(left)
-    shutil.rmtree(folder, ignore_errors=True)

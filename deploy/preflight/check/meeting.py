@@ -5,7 +5,7 @@ Questions name no code to run: each host looks at itself by its own settings.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from slipstream.deploy.config import RunConfig, resolved_text
 from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.preflight.check.facts import HostReport
-from slipstream.deploy.preflight.check.places import LocalPlaces
+from slipstream.deploy.preflight.check.places import local_posts
 from slipstream.deploy.preflight.check.requests import Begin, Request
 from slipstream.learner.nodes.store import StoreLostError, asked, connect
 from slipstream.weightbus.net.rendezvous import open_store
@@ -75,8 +75,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 class FirstHost:
     """The first of several hosts: holds the store and asks the others."""
 
-    is_cluster = False
-
     def __init__(
         self,
         config: RunConfig,
@@ -107,15 +105,16 @@ class FirstHost:
             named="--rendezvous",
         )
         self._mail = Mailbox(store)
-        self._local = LocalPlaces(
-            config, here, node=hosts[0], address=rendezvous.host, progress=progress
+        self._programs = ExitStack()
+        local = self._programs.enter_context(
+            local_posts(here, node=hosts[0], address=rendezvous.host, progress=progress)
         )
         others = [plan for plan in plans if plan.host != hosts[0]]
         self._nodes = {plan.host: hosts.index(plan.host) for plan in others}
         self._present: set[int] = set()  # nodes that have answered
         self._num_asked = dict.fromkeys(self._nodes, 0)
         self.posts: Sequence[Post] = [
-            *self._local.posts,
+            *local,
             *(Post(plan.name, plan.host, plan.host, self._asks(plan)) for plan in others),
         ]
 
@@ -146,7 +145,7 @@ class FirstHost:
 
     def close(self) -> None:
         """End the programs of this host; the store ends with this object."""
-        self._local.close()
+        self._programs.close()
 
 
 def answer_first_host(
@@ -171,11 +170,10 @@ def answer_first_host(
     limit_s = config.learner.learner.rendezvous_timeout_s
     mail = Mailbox(_connected(rendezvous, limit_s))
     here = [plan for plan in plans if plan.host == config.deploy.hosts[node]]
-    places = LocalPlaces(config, here, progress=progress)
     try:
-        return _answered(mail, places, node, limit_s)
+        with local_posts(here, progress=progress) as posts:
+            return _answered(mail, config, posts, node, limit_s)
     finally:
-        places.close()
         with suppress(PeerLostError):  # the first host has ended
             mail.put(f"gone/{node}", b"")
 
@@ -194,9 +192,11 @@ def _connected(rendezvous: Address, limit_s: float) -> TCPStore:
             time.sleep(_CONNECT_S)
 
 
-def _answered(mail: Mailbox, places: LocalPlaces, node: int, limit_s: float) -> list[HostReport]:
-    asks = {post.name: post.ask for post in places.posts}
-    own_settings = resolved_text(places.config)
+def _answered(
+    mail: Mailbox, config: RunConfig, posts: Sequence[Post], node: int, limit_s: float
+) -> list[HostReport]:
+    asks = {post.name: post.ask for post in posts}
+    own_settings = resolved_text(config)
     number = 0
     while True:
         key = f"request/{node}/{number}"

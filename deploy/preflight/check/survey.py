@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -38,20 +38,6 @@ from slipstream.wire.errors import ConfigError, SlipstreamError
 
 _A = TypeVar("_A")
 _MB = 1e6
-
-
-class Places(Protocol):
-    """Planned places of a run's processes."""
-
-    config: RunConfig
-    """The run, with the addresses of its hosts."""
-    posts: Sequence[Post]
-    """One per process, the broker first."""
-    is_cluster: bool
-    """True if the run makes keys for its hosts, and all roles are connected over TCP."""
-
-    def close(self) -> None:
-        """End the programs and give up the places."""
 
 
 @dataclass(slots=True)
@@ -131,19 +117,27 @@ def judge_passage(
     )
 
 
-def survey(places: Places, progress: Callable[[str], None]) -> list[HostReport]:
+def survey(
+    config: RunConfig,
+    posts: Sequence[Post],
+    progress: Callable[[str], None],
+    *,
+    is_cluster: bool = False,
+) -> list[HostReport]:
     """Look at every host of a run; return the reports.
 
     Args:
-        places: Places of its processes.
+        config: The run, with the addresses of its hosts.
+        posts: One per process, the broker first.
         progress: Called with the current activity.
+        is_cluster: True if the run makes keys for its hosts, and all roles are connected over TCP.
     """
     hosts: dict[str, _Host] = {}
-    for post in places.posts:
+    for post in posts:
         hosts.setdefault(post.node, _Host([])).posts.append(post)
     threads = ThreadPoolExecutor(2 + len(hosts), thread_name_prefix="check")
     try:
-        _Survey(places, list(hosts.values()), threads, progress).run()
+        _Survey(config, list(hosts.values()), threads, progress, is_cluster=is_cluster).run()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)  # they end with the programs they ask
     return [host.report for host in hosts.values()]
@@ -151,16 +145,22 @@ def survey(places: Places, progress: Callable[[str], None]) -> list[HostReport]:
 
 class _Survey:
     def __init__(
-        self, places: Places, hosts: list[_Host], threads: Executor, progress: Callable[[str], None]
+        self,
+        config: RunConfig,
+        hosts: list[_Host],
+        threads: Executor,
+        progress: Callable[[str], None],
+        *,
+        is_cluster: bool,
     ) -> None:
-        self._places = places
         self._hosts = hosts
         self._threads = threads
         self._progress = progress
-        self._bus = places.config.learner.weightbus
+        self._is_cluster = is_cluster
+        self._bus = config.learner.weightbus
         # longest silent wait of a program for others
-        self._limit_s = max(self._bus.timeout_s, places.config.broker.reward.timeout_s)
-        self._settings = resolved_text(places.config)
+        self._limit_s = max(self._bus.timeout_s, config.broker.reward.timeout_s)
+        self._settings = resolved_text(config)
 
     def run(self) -> None:
         """Add the findings to every host."""
@@ -189,10 +189,7 @@ class _Survey:
 
     def _begin(self, post: Post, roles: tuple[str, ...], *, receives: bool = False) -> None:
         request = Begin(
-            settings=self._settings,
-            roles=roles,
-            keys_by_run=self._places.is_cluster,
-            receives=receives,
+            settings=self._settings, roles=roles, keys_by_run=self._is_cluster, receives=receives
         )
         self._ask(post, request, Clock)
 
@@ -242,7 +239,7 @@ class _Survey:
 
     def _way(self, host: _Host, kind: str) -> Way:
         device = host.card.device if host.card is not None else "cpu"
-        is_far = self._places.is_cluster or "learner" not in host.roles
+        is_far = self._is_cluster or "learner" not in host.roles
         return way_to(kind, device, self._bus, is_far=is_far)
 
     def _pass_to(self, host: _Host, learner: _Host) -> None:
