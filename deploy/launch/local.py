@@ -10,8 +10,7 @@ from contextlib import suppress
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
 from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_dead
-from slipstream.deploy.launch.session import RunSession, RunView, run_in_folder
-from slipstream.deploy.launch.signals import Signals
+from slipstream.deploy.launch.session import RunView, run_in_folder
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
@@ -26,14 +25,7 @@ _RELAY_END_S = 10.0  # limit without a sign of life
 
 def run_locally(config: RunConfig, view: RunView) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
-    signals = Signals()
-
-    def session() -> RunSession:
-        site = LocalSite(config)
-        return RunSession(site.config, site, view, signals)
-
-    with signals.handled():
-        return run_in_folder(config.run, session)
+    return run_in_folder(config.run, lambda: LocalSite(config), view)
 
 
 class LocalSite:
@@ -47,7 +39,11 @@ class LocalSite:
             config = config.with_settings("run", socket_dir=str(self.scratch / "sockets"))
         self.config = config
         self.run = config.run
-        self.starter = LocalStarter(self.scratch)
+        self._starter = LocalStarter(self.scratch)
+        self.start = self._starter.start
+
+    def give_back(self, name: str) -> None:
+        """Do nothing: this host reserves no place."""
 
     def plans(self) -> list[RolePlan]:
         """Write the settings that every role reads; return the processes, the broker first."""
@@ -75,6 +71,7 @@ class LocalSite:
 
     def close(self) -> None:
         """End the relay, remove the temporary folder."""
+        self._starter.close()
         await_relay(self.run)
         shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -57,8 +57,7 @@ def plan_roles(
     """
     refuse_engines_on_several_hosts(config)
     nodes = learner_names(config.learner.layout)
-    names = ["broker", *generator_names(config), *nodes]
-    names += [f"reward-worker-{number}" for number in range(config.broker.reward.workers)]
+    names = ["broker", *generator_names(config), *nodes, *reward_worker_names(config)]
     cards = None if gpus is None else _cards(config.deploy, gpus)
     places = {} if cards is None else _places(config, len(cards))
     # A restarted learner may find files of this run or of an earlier one.
@@ -125,11 +124,7 @@ def plan_generator(
     gpus: Sequence[str] | None,
     python: str = sys.executable,
 ) -> RolePlan:
-    """Return the process of an additional generator; arguments as in plan_roles.
-
-    Raises:
-        ConfigError: there is no GPU for it.
-    """
+    """Return the process of an additional generator; arguments and error as in plan_roles."""
     anywhere = config.with_settings("deploy", min_generators=0, max_generators=0)
     larger = anywhere.with_settings("generators", count=number_of(name) + 1)
     plans = plan_roles(larger, resolved, gpus=gpus, python=python)
@@ -139,6 +134,11 @@ def plan_generator(
 def generator_names(config: RunConfig) -> list[str]:
     """Return the names of the run's generators."""
     return [f"generator-{number}" for number in range(config.generators.generators.count)]
+
+
+def reward_worker_names(config: RunConfig) -> list[str]:
+    """Return the names of the run's reward workers."""
+    return [f"reward-worker-{number}" for number in range(config.broker.reward.workers)]
 
 
 def _cards(deploy: DeploySection, gpus: Sequence[str]) -> Sequence[str]:

@@ -28,7 +28,6 @@ class ResumePoint:
 
     run_folder: Path
     checkpoint: Path | None  # None: no checkpoint yet, only the run's ledger
-    step: int
 
 
 def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumePoint | None:
@@ -65,7 +64,7 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
                 f"{INFO_FILE} in one, or choose another run.name to start again"
             )
         if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
-            return ResumePoint(folder, None, 0)
+            return ResumePoint(folder, None)
     return None
 
 
@@ -150,7 +149,7 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
             f"{checkpoint} is at step {info.step} of run.steps = {run.steps}: "
             "raise run.steps to train on"
         )
-    return ResumePoint(run_folder, checkpoint, info.step)
+    return ResumePoint(run_folder, checkpoint)
 
 
 def _contents(run_folder: Path) -> dict[str, str]:

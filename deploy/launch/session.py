@@ -5,16 +5,15 @@ A `RunSite` knows where the processes run: this host (`local.py`) or a Ray clust
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import Literal, Protocol
 
 from rich.console import Console
 from typing_extensions import override
@@ -26,7 +25,7 @@ from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.launch.rotation import rotate
 from slipstream.deploy.launch.scaling import GeneratorBounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
-from slipstream.deploy.launch.starters import Starter
+from slipstream.deploy.launch.starters import RoleProcess
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
@@ -40,7 +39,7 @@ from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED, disk_trouble
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.processes import last_lines
+from slipstream.wire.process.processes import last_lines, locked
 from slipstream.wire.settings.sections import RunSection
 
 _POLL_S = 0.2
@@ -90,8 +89,8 @@ class RunSite(Protocol):
     """Place of a run's processes."""
 
     @property
-    def starter(self) -> Starter:
-        """Starter of processes there."""
+    def config(self) -> RunConfig:
+        """The run, as its processes there read it."""
 
     @property
     def run(self) -> RunSection:
@@ -107,6 +106,12 @@ class RunSite(Protocol):
             ConfigError: no place is free.
         """
 
+    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RoleProcess:
+        """Start a role with additional arguments; append its output to the log."""
+
+    def give_back(self, name: str) -> None:
+        """Free the place of a role that has ended and will not restart."""
+
     def broker_listens(self) -> bool:
         """True once the broker can be connected to."""
 
@@ -114,7 +119,7 @@ class RunSite(Protocol):
         """Return a line on how roles started by hand join; empty if they cannot."""
 
     def close(self) -> None:
-        """Clean up after the roles have ended."""
+        """End what outlives the roles, and clean up."""
 
 
 class RunView(Protocol):
@@ -135,14 +140,9 @@ class RunSession:
     """One run, from its first process to its outcome."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        site: RunSite,
-        view: RunView,
-        signals: Signals,
-        watcher: StatusWatcher | None = None,
+        self, site: RunSite, view: RunView, signals: Signals, watcher: StatusWatcher | None = None
     ) -> None:
-        self._config = config
+        self._config = config = site.config
         self._site = site
         self._view = view
         self._console = view.console
@@ -150,7 +150,8 @@ class RunSession:
         deploy = config.deploy
         self._supervisor = Supervisor(
             logs=config.run.logs,
-            starter=site.starter,
+            start_process=site.start,
+            give_back=site.give_back,
             max_restarts=deploy.max_restarts,
             window_s=deploy.restart_window_s,
             backoff_s=deploy.restart_backoff_s,
@@ -200,7 +201,6 @@ class RunSession:
                 print_trouble(self._console, outcome)
             supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
         supervisor.stop(["broker"])
-        supervisor.let_go()
 
     def _let_learner_save(self) -> None:
         """End the learner cleanly while the broker answers; a second signal cuts it off."""
@@ -286,20 +286,19 @@ class RunSession:
         folder = self._config.run.folder
         if request := take_request(folder):
             refused = self._scale_to(request.generators, "as requested")
-            answer = ScaleAnswer(id=request.id, generators=self._num_generators(), refused=refused)
-            write_answer(folder, answer)
-        if not self._bounds.largest or (status := self._watcher.newest) is None or status.finished:
+            count = sum(self._generators().values())
+            write_answer(folder, ScaleAnswer(id=request.id, generators=count, refused=refused))
+        status, now_s = self._watcher.newest, time.monotonic()
+        if not self._bounds.largest or status is None or status.finished:
             return
-        now = time.monotonic()
-        if self._window is None:
-            self._window = (now, status)
-        began, before = self._window
-        if now - began < self._config.deploy.scale_every_s:
+        self._window = self._window or (now_s, status)
+        began_s, before = self._window
+        if now_s - began_s < self._config.deploy.scale_every_s:
             return
-        self._window = (now, status)
+        self._window = (now_s, status)
         if (waited := waited_between(before, status)) is None:
             return
-        count = self._num_generators()
+        count = sum(self._generators().values())
         wanted = count_by_load(count, waited, self._bounds)
         if wanted != count:
             why = f"the learner waited {waited.learner:.0%}, the generators {waited.generators:.0%}"
@@ -312,8 +311,8 @@ class RunSession:
                 f"{count} is not between deploy.min_generators = {self._bounds.smallest} and "
                 f"deploy.max_generators = {self._bounds.largest}"
             )
-        before = self._num_generators()
-        started, leaving = changes(self._generators(), count)
+        present = self._generators()
+        started, leaving = changes(present, count)
         try:
             plans = [self._site.generator(name) for name in started]
         except ConfigError as error:
@@ -323,7 +322,9 @@ class RunSession:
             self._supervisor.start(plan)
         for name in leaving:
             self._supervisor.leave(name)
-        self._console.print(f"generators: {before} -> {count}, {why}", highlight=False)
+        self._console.print(
+            f"generators: {sum(present.values())} -> {count}, {why}", highlight=False
+        )
         return ""
 
     def _generators(self) -> dict[str, bool]:
@@ -333,9 +334,6 @@ class RunSession:
             for name, child in self._supervisor.children.items()
             if kind_of(name) == "generator" and not child.finished
         }
-
-    def _num_generators(self) -> int:
-        return sum(self._generators().values())
 
     def _names(self) -> Sequence[str]:
         return [name for name in self._supervisor.children if name != "broker"]
@@ -365,45 +363,29 @@ class RunSession:
         return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
-def lock_run(run: RunSection) -> TextIO:
-    """Lock the run's folder; the kernel releases it when this process ends.
-
-    Raises:
-        ConfigError: another process holds the folder, or it cannot be written.
-    """
-    try:
-        run.logs.mkdir(parents=True, exist_ok=True)
-        lock = (run.folder / RUN_LOCK).open("a+")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"another process runs {run.folder}") from error
-    return lock
-
-
-def run_in_folder(run: RunSection, make_session: Callable[[], RunSession]) -> int:
-    """Run in the run's folder, locked meanwhile; return the exit code.
+def run_in_folder(run: RunSection, make_site: Callable[[], RunSite], view: RunView) -> int:
+    """Run to the end in the run's folder, locked meanwhile; return the exit code.
 
     A folder created by a refused start is removed, so the next try can use the name.
 
     Raises:
         ConfigError: another process holds the folder, or it cannot be written.
     """
-    is_new = not run.folder.exists()
-    lock = lock_run(run)
-    try:
-        session = make_session()
+    is_new, signals = not run.folder.exists(), Signals()
+    with ExitStack() as held:
+        held.enter_context(signals.handled())
+        try:
+            run.logs.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run.folder / RUN_LOCK, f"runs {run.folder}"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+            ) from error
+        session = RunSession(make_site(), view, signals)
         outcome = session.run()
         if outcome.kind == "refused" and is_new and not session.has_stepped:
             shutil.rmtree(run.folder, ignore_errors=True)
         return outcome.code
-    finally:
-        lock.close()
 
 
 def missing_upload(checkpoint: Path) -> str:

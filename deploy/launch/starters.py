@@ -39,19 +39,6 @@ class RoleProcess(Protocol):
         """Remove what this host keeps of the process, which has ended."""
 
 
-class Starter(Protocol):
-    """Starts processes of roles."""
-
-    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RoleProcess:
-        """Start a role with additional arguments; append its output to the log."""
-
-    def give_back(self, name: str) -> None:
-        """Free the place of a role that has ended and will not restart."""
-
-    def let_go(self) -> None:
-        """End what outlives a role. Called once all roles have ended."""
-
-
 class LocalProcess(subprocess.Popen[bytes]):
     """A process of a role on this host; the kernel kills it when this process ends."""
 
@@ -63,20 +50,11 @@ class LocalProcess(subprocess.Popen[bytes]):
         arguments: Sequence[str],
         log_file: Path,
         *,
-        scratch: Path,
-        lifeline: int,
-        folder: Path | None,
+        scratch: Path,  # TMPDIR of the process
+        lifeline: int,  # descriptor whose end ends what outlives the role
+        folder: Path | None,  # working folder; None for this process's
     ) -> None:
-        """Start the process; on a thread that stays.
-
-        Args:
-            plan: The role's plan.
-            arguments: Arguments added to those of the plan.
-            log_file: Log that the output is appended to.
-            scratch: TMPDIR of the process.
-            lifeline: Descriptor whose end ends what outlives the role.
-            folder: Working folder; None for this process's.
-        """
+        """Start the process with additional arguments; append its output to the log."""
         self._leftovers = (scratch, f"{plan.name}-*")
         self._log_file = log_file
         self._words: LastWords | None = (words := LastWords())
@@ -121,7 +99,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 @dataclass(slots=True)
 class LocalStarter:
-    """Starts processes here; no place is reserved for them."""
+    """Starts processes here; on a thread that stays."""
 
     scratch: Path  # TMPDIR of all processes
     _lifeline: tuple[int, int] = field(default_factory=os.pipe)
@@ -135,10 +113,7 @@ class LocalStarter:
             plan, arguments, log_file, scratch=scratch, lifeline=lifeline, folder=folder
         )
 
-    def give_back(self, name: str) -> None:
-        """Do nothing: this host reserves no place."""
-
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Cut the lifeline of processes that outlive a role; so does the end of this process."""
         for descriptor in self._lifeline:
             os.close(descriptor)

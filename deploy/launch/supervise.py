@@ -3,13 +3,13 @@
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.deploy.launch.starters import RoleProcess, Starter
+from slipstream.deploy.launch.starters import RoleProcess
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
 from slipstream.wire.process.patience import END_AT_MOST, Patience
@@ -44,11 +44,14 @@ class Supervisor:
     """Owns the children of one run. Call it from the main thread."""
 
     logs: Path
-    starter: Starter
+    start_process: Callable[[RolePlan, Sequence[str], Path], RoleProcess]
+    """Starts a role with additional arguments; appends its output to the log."""
     max_restarts: int  # limit for one role within the window
     window_s: float
     backoff_s: float
     stop_timeout_s: float
+    give_back: Callable[[str], None] = lambda _name: None
+    """Frees the place of a role that has ended and will not restart."""
     now: Callable[[], float] = time.monotonic
     children: dict[str, Child] = field(default_factory=dict)
     forking: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -58,7 +61,7 @@ class Supervisor:
         """Start a role."""
         log = self.logs / f"{plan.name}.log"
         with self.forking():
-            self.children[plan.name] = Child(plan, log, self.starter.start(plan, (), log))
+            self.children[plan.name] = Child(plan, log, self.start_process(plan, (), log))
 
     def check(self) -> None:
         """Record ended roles; restart failed ones.
@@ -92,7 +95,7 @@ class Supervisor:
         if code is not None:
             child.finished = True
             child.process.release()
-            self.starter.give_back(child.plan.name)
+            self.give_back(child.plan.name)
         elif leaving.is_over():
             _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
             child.process.send_signal(signal.SIGKILL)
@@ -151,10 +154,6 @@ class Supervisor:
         for child in children:
             child.process.release()
 
-    def let_go(self) -> None:
-        """End what outlives a role."""
-        self.starter.let_go()
-
     def _patience(
         self,
         child: Child,
@@ -171,7 +170,7 @@ class Supervisor:
         child.num_starts += 1
         child.process.release()
         with self.forking():
-            child.process = self.starter.start(plan, plan.restart_arguments, log)
+            child.process = self.start_process(plan, plan.restart_arguments, log)
 
     def _parts(self, child: Child) -> Iterator[Child]:
         """Yield the other processes of the role, which start and restart with the child."""

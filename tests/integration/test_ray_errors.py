@@ -21,7 +21,6 @@ from slipstream.deploy.launch.cluster.ray_calls import (
     HostLostError,
     HostUnreachableError,
     reason_of,
-    runtime_environment,
     translated,
 )
 from slipstream.deploy.launch.cluster.ray_process import PlacedHost, Placement, RayProcess
@@ -81,30 +80,20 @@ def test_a_role_that_cannot_be_followed_names_the_cause_and_its_log_has_all(tmp_
 
 
 @pytest.mark.parametrize(
-    ("settings", "environment", "folder"),
-    [
-        ({}, {}, str(Path.cwd())),
-        ({"runtime_env": {"pip": ["x"]}}, {"pip": ["x"]}, str(Path.cwd())),
-        ({"working_dir": "."}, {"working_dir": "."}, ""),  # Ray's copy of it
-        (
-            {"working_dir": "s3://b/a.zip", "runtime_env": {"pip": ["x"]}},
-            {"working_dir": "s3://b/a.zip", "pip": ["x"]},
-            "",
-        ),
-    ],
+    ("environment", "folder"),
+    [({}, str(Path.cwd())), ({"pip": ["x"]}, str(Path.cwd())), ({"working_dir": "."}, "")],
 )
-def test_a_role_runs_in_the_folder_and_environment_of_the_settings(
-    tmp_path: Path, settings: dict[str, object], environment: dict[str, object], folder: str
+def test_a_role_runs_in_the_same_folder_unless_ray_brings_one(
+    tmp_path: Path, environment: dict[str, object], folder: str
 ):
     write_blank_model(tmp_path / "model", hidden=16, layers=1)
     config = run_config(
         {
             "run": {"name": "r", "dir": str(tmp_path), "model": str(tmp_path / "model")},
             "data": {"file": "train.jsonl"},
-            "deploy": {"ray": settings},
+            "deploy": {"ray": {"runtime_env": environment}},
         }
     )
-    assert runtime_environment(config.deploy.ray) == environment
     site = RaySite(RayPlaces(config, Console(), has_gpus=False))
     host = PlacedHost(actor=None, node="1f", address="10.0.0.7", hostname="h")
     request = site.request(RolePlan("broker", ("start",)), (), host, Future())

@@ -46,7 +46,7 @@ class HostProgram:
         *,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] = lambda _what: None,
     ) -> None:
         """Start the program.
 

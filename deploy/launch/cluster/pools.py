@@ -1,13 +1,18 @@
 """Pure: the pools of a run on a cluster, and what each member needs from its node."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.plan import generator_names, kind_of, learner_names
+from slipstream.deploy.launch.plan import (
+    generator_names,
+    kind_of,
+    learner_names,
+    reward_worker_names,
+)
 
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+Strategy = Literal["PACK", "SPREAD", "STRICT_SPREAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +45,32 @@ def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
         config: the run.
         uses_gpus: True if the cluster has GPUs and the run uses them.
     """
-    per_node = config.learner.layout.ranks_per_node
-    workers = [f"reward-worker-{i}" for i in range(config.broker.reward.workers)]
-    nodes = learner_names(config.learner.layout)
-    engines = generator_names(config)
-    gpus = _engine_gpus(config, uses_gpus) | ({"learner": per_node} if uses_gpus else {})
-    several = len(nodes) > 1
-    pools = [
-        _pool(config, "services", "PACK", ["broker", *workers], gpus),
-        _pool(config, "learner", "STRICT_SPREAD" if several else "PACK", nodes, gpus),
-    ]
-    if engines:
-        pools.append(_pool(config, "generators", "SPREAD", engines, gpus))
-    return tuple(pools)
+    members = {
+        "services": ["broker", *reward_worker_names(config)],
+        "learner": learner_names(config.learner.layout),
+        "generators": generator_names(config),
+    }
+    return tuple(
+        pool_of(config, name, names, uses_gpus=uses_gpus)
+        for name, names in members.items()
+        if names
+    )
 
 
-def pool_of_one(config: RunConfig, name: str, *, uses_gpus: bool) -> Pool:
-    """Return the pool of a generator that is started during the run."""
-    return _pool(config, name, "SPREAD", [name], _engine_gpus(config, uses_gpus))
-
-
-def _engine_gpus(config: RunConfig, uses_gpus: bool) -> dict[str, int]:
-    return {"generator": config.generators.generators.num_ranks} if uses_gpus else {}
-
-
-def _pool(
-    config: RunConfig, name: str, strategy: Strategy, members: list[str], gpus: Mapping[str, int]
-) -> Pool:
-    ours = config.deploy.ray
-    kinds = list(map(kind_of, members))
+def pool_of(config: RunConfig, name: str, members: Sequence[str], *, uses_gpus: bool) -> Pool:
+    """Return the pool of these processes; of one generator, if it is started during the run."""
+    ours, kinds = config.deploy.ray, list(map(kind_of, members))
+    strategy: Strategy = "SPREAD" if "generator" in kinds else "PACK"
+    if kinds.count("learner") > 1:
+        strategy = "STRICT_SPREAD"
+    gpus = {
+        "learner": config.learner.layout.ranks_per_node,
+        "generator": config.generators.generators.num_ranks,
+    }
     bundles = []
     for kind in kinds:
         bundle: dict[str, float] = {"CPU": ours.cpus.get(kind, 1.0)}
-        if gpus.get(kind):
+        if uses_gpus and kind in gpus:
             bundle["GPU"] = gpus[kind]
         bundles.append({**bundle, **ours.resources.get(kind, {})})
     labels = tuple(ours.labels.get(kind, {}) for kind in kinds)

@@ -72,7 +72,7 @@ def connect(settings: RayTable, run_name: str) -> bool:
         ray.init(
             address=settings.address,
             namespace=f"slipstream-{run_name}",
-            runtime_env=runtime_environment(settings) or None,
+            runtime_env=settings.runtime_env or None,
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=False,
@@ -90,12 +90,6 @@ def connect(settings: RayTable, run_name: str) -> bool:
             ray.shutdown()
             raise
     return "GPU" in ray.cluster_resources()
-
-
-def runtime_environment(settings: RayTable) -> dict[str, Any]:
-    """Return what Ray prepares on a node before it starts a role host there."""
-    folder = {"working_dir": settings.working_dir} if settings.working_dir else {}
-    return {**settings.runtime_env, **folder}
 
 
 def free_resources() -> str:

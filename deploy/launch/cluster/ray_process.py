@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from slipstream.deploy.launch.cluster.ray_calls import (
 )
 from slipstream.deploy.launch.cluster.role_host import RoleState, StartRole
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
+from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError, text_of
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED
 from slipstream.wire.process.patience import Signs
 
@@ -45,6 +45,17 @@ class PlacedHost:
         """Name and address of the node."""
         return f"{self.hostname} ({self.address})"
 
+    def free_port(self, count: int) -> int:
+        """Return the first of neighboring free ports, as RoleHost.free_port does."""
+        return int(result_of(self.actor.free_port.remote(self.address, count)))
+
+    def look(self, module: str, folder: str, request: bytes, limit_s: float) -> bytes:
+        """Ask a program that looks at the host, as RoleHost.look does."""
+        try:
+            return bytes(result_of(self.actor.look.remote(module, folder, request, limit_s)))
+        except SlipstreamError as error:
+            raise ChildDiedError(f"{self.address}: {text_of(error)}") from error
+
 
 class Placement(Protocol):
     """What a process asks of the places of its run."""
@@ -66,38 +77,6 @@ class Placement(Protocol):
 
     def forget(self, name: str) -> str:
         """Give up a host that no longer answers; return the reason."""
-
-
-class RayStarter:
-    """Starts roles on the nodes of a cluster."""
-
-    def __init__(self, placement: Placement, give_back: Callable[[str], None]) -> None:
-        self.processes: dict[str, RayProcess] = {}  # newest process of each name
-        self.give_back = give_back  # frees the place of a role that has ended
-        self._placement = placement
-        self._rendezvous: Future[str] = Future()  # address of the learner's nodes
-
-    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> "RayProcess":
-        """Start a role; its process is placed in the background.
-
-        Raises:
-            ChildDiedError: the role cannot restart, because its node is gone.
-        """
-        before = self.processes.get(plan.name)
-        if plan.serves_others and before is not None and before.lost:
-            raise ChildDiedError(
-                f"{plan.name} cannot be started again: {before.ended_because}. Its store is there: "
-                "bring the node back, then --resume auto"
-            )
-        if plan.part_of and plan.name == "learner":  # the other nodes start after it
-            self._rendezvous = Future()
-        process = RayProcess(self._placement, plan, arguments, log_file, self._rendezvous)
-        self.processes[plan.name] = process
-        threading.Thread(target=process.follow, name=plan.name, daemon=True).start()
-        return process
-
-    def let_go(self) -> None:
-        """Do nothing: role hosts end what outlives a role when they are closed."""
 
 
 @dataclass(eq=False, slots=True)

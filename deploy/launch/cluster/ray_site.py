@@ -8,9 +8,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,14 +22,13 @@ from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, nearest_folder, resolved_text, write_resolved
 from slipstream.deploy.launch.cluster import ray_calls
 from slipstream.deploy.launch.cluster.host_program import Post
-from slipstream.deploy.launch.cluster.pools import Pool, pool_of_one, pools_of
+from slipstream.deploy.launch.cluster.pools import Pool, pool_of, pools_of
 from slipstream.deploy.launch.cluster.ray_calls import HostCallError, result_of
-from slipstream.deploy.launch.cluster.ray_process import PlacedHost, RayStarter
+from slipstream.deploy.launch.cluster.ray_process import PlacedHost, RayProcess
 from slipstream.deploy.launch.cluster.role_host import PYTHON, SETTINGS, HostFacts, StartRole
 from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
-from slipstream.deploy.launch.session import RunSession, RunView, run_in_folder
-from slipstream.deploy.launch.signals import Signals
-from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError, text_of
+from slipstream.deploy.launch.session import RunView, run_in_folder
+from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.files.keys import ClientKey, write_client_key
 from slipstream.wire.files.run_folder import SETTINGS as SETTINGS_FILE
 from slipstream.wire.messages.broker import Role
@@ -45,9 +46,7 @@ def run_on_ray(config: RunConfig, view: RunView) -> int:
         ConfigError: no such cluster exists, or it cannot run this.
     """
     site = RaySite(RayPlaces.connected(config, view.console))
-    signals = Signals()
-    with signals.handled():
-        return run_in_folder(config.run, lambda: RunSession(config, site, view, signals))
+    return run_in_folder(config.run, lambda: site, view)
 
 
 @contextmanager
@@ -70,23 +69,12 @@ def ray_posts(
     try:
         places.place_all()
         posts = [
-            Post(name, host.node, host.address, _asks(host, module, places.folder))
+            Post(name, host.node, host.address, partial(host.look, module, places.folder))
             for name, host in places.hosts.items()
         ]
         yield _addressed(places.config, places.hosts), posts
     finally:
         places.close()
-
-
-def _asks(host: PlacedHost, module: str, folder: str) -> Callable[[bytes, float], bytes]:
-    def ask(request: bytes, limit_s: float) -> bytes:
-        try:
-            answer: bytes = result_of(host.actor.look.remote(module, folder, request, limit_s))
-        except SlipstreamError as error:
-            raise ChildDiedError(f"{host.address}: {text_of(error)}") from error
-        return answer
-
-    return ask
 
 
 def _addressed(config: RunConfig, hosts: dict[str, PlacedHost]) -> RunConfig:
@@ -111,7 +99,7 @@ class RayPlaces:
         self.console = console
         self.hosts: dict[str, PlacedHost] = {}  # process -> host
         # working folder of roles; empty if Ray brings one
-        self.folder = "" if config.deploy.ray.working_dir else str(Path.cwd())
+        self.folder = "" if "working_dir" in config.deploy.ray.runtime_env else str(Path.cwd())
         self._uses_gpus = has_gpus and config.generators.generators.device != "cpu"
         self._limit_s = config.deploy.ray.start_timeout_s
         self._groups: list[tuple[Pool, ray_calls.Group]] = []
@@ -147,7 +135,7 @@ class RayPlaces:
     def generator(self, name: str) -> RolePlan:
         """Return an additional generator, and ask the cluster for its place."""
         if not any(name in pool.members for pool, _ in self._groups):
-            self._add_pool(pool_of_one(self.config, name, uses_gpus=self._uses_gpus))
+            self._add_pool(pool_of(self.config, name, [name], uses_gpus=self._uses_gpus))
         return plan_generator(self.config, Path(SETTINGS), name, gpus=None, python=PYTHON)
 
     def host_of(self, plan: RolePlan) -> PlacedHost:
@@ -202,8 +190,9 @@ class RayPlaces:
             for name, call in calls.items():
                 self.hosts[name] = self._await_place(name, actors[name], call, deadline)
         except BaseException:
-            for name in actors.keys() - self.hosts.keys():
-                ray_calls.kill(actors[name])
+            for name, actor in actors.items():
+                if name not in self.hosts:
+                    ray_calls.kill(actor)
             raise
         finally:
             marker.unlink(missing_ok=True)
@@ -239,20 +228,20 @@ class RaySite:
     """A run on a Ray cluster: where its processes meet, and the keys that they prove."""
 
     def __init__(self, places: RayPlaces) -> None:
-        self._config = config = places.config
+        self.config = config = places.config
+        self.run = config.run
+        self.host_of, self.forget = places.host_of, places.forget
+        self.generator, self.give_back = places.generator, places.give_back
+        self.close = places.close
         self._places = places
+        self._processes: dict[str, RayProcess] = {}  # newest process of each name
         self._key_folder = keys_folder(config.run, config.broker.broker)
         self._keys: dict[str, ClientKey] = {}  # name -> key
+        self._rendezvous: Future[str] = Future()  # address of the learner's nodes
         self._learner_address = ""
         self._broker_endpoint = ""
         self._bus_endpoint = ""
         self._lock = threading.RLock()
-        self.host_of = places.host_of
-        self.forget = places.forget
-        self.starter = RayStarter(self, places.give_back)
-        self.generator = places.generator
-        self.close = places.close
-        self.run = config.run
 
     def plans(self) -> list[RolePlan]:
         """Place every role, check the hosts, make the keys; return the processes.
@@ -260,10 +249,10 @@ class RaySite:
         Raises:
             ConfigError: the cluster has no room, or its nodes cannot run this.
         """
-        config, hosts = self._config, self._places.hosts
+        config, hosts = self.config, self._places.hosts
         plans = self._places.place_all()
         broker = hosts["broker"]
-        port = _port_of(config.broker.broker.listen) or _free_port(broker, 1)
+        port = _port_of(config.broker.broker.listen) or broker.free_port(1)
         self._broker_endpoint = f"tcp://{Address(broker.address, port)}"
         self._publish_from(hosts["learner"])
         self._make_keys([(_OBSERVER, "observer"), *map(self._key_of, plans[1:])])
@@ -276,9 +265,28 @@ class RaySite:
             self._places.console.print(f"{name} is on {host.where}")
         return plans
 
+    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RayProcess:
+        """Start a role; its process is placed in the background.
+
+        Raises:
+            ChildDiedError: the role cannot restart, because its node is gone.
+        """
+        before = self._processes.get(plan.name)
+        if plan.serves_others and before is not None and before.lost:
+            raise ChildDiedError(
+                f"{plan.name} cannot be started again: {before.ended_because}. Its store is there: "
+                "bring the node back, then --resume auto"
+            )
+        if plan.part_of and plan.name == "learner":  # the other nodes start after it
+            self._rendezvous = Future()
+        process = RayProcess(self, plan, arguments, log_file, self._rendezvous)
+        self._processes[plan.name] = process
+        threading.Thread(target=process.follow, name=plan.name, daemon=True).start()
+        return process
+
     def broker_listens(self) -> bool:
         """True once the broker's socket is there."""
-        process = self.starter.processes.get("broker")
+        process = self._processes.get("broker")
         return process is not None and "broker.sock" in process.sockets
 
     def where_to_connect(self) -> str:
@@ -289,11 +297,11 @@ class RaySite:
         self, plan: RolePlan, arguments: Sequence[str], host: PlacedHost, rendezvous: "Future[str]"
     ) -> StartRole:
         """Return the request to start a role, as Placement says."""
-        ray, kind = self._config.deploy.ray, kind_of(plan.name)
+        ray, kind = self.config.deploy.ray, kind_of(plan.name)
         words = [*plan.command, *arguments]
         if plan.part_of:
             if plan.name == "learner":
-                rendezvous.set_result(str(Address(host.address, _free_port(host, 1))))
+                rendezvous.set_result(str(Address(host.address, host.free_port(1))))
             words += ["--rendezvous", rendezvous.result(ray.start_timeout_s)]
         where = "broker.listen" if kind == "broker" else "run.broker"
         words.append(f"{where}={self._broker_endpoint}")
@@ -307,13 +315,11 @@ class RaySite:
             words.append(f"weightbus.listen={self._bus_endpoint}")
         ours = os.environ  # noqa: TID251 handed on to roles
         handed_on = {name: ours[name] for name in ray.environment if name in ours}
+        environment = {**handed_on, **plan.environment}
         return StartRole(
-            name=plan.name,
-            command=tuple(words),
-            settings=resolved_text(self._config),
-            environment={**handed_on, **plan.environment},
+            plan=replace(plan, command=tuple(words), environment=environment),
+            settings=resolved_text(self.config),
             folder=self._places.folder,
-            cores=plan.cores,
             key=key,
         )
 
@@ -321,7 +327,7 @@ class RaySite:
         """Publish the weights from this host, which has the learner's first rank."""
         if host.address == self._learner_address:
             return
-        port = _port_of(self._config.learner.weightbus.listen) or _free_port(host, 2)
+        port = _port_of(self.config.learner.weightbus.listen) or host.free_port(2)
         self._learner_address = host.address
         self._bus_endpoint = f"tcp://{Address(host.address, port)}"
 
@@ -343,10 +349,6 @@ class RaySite:
         made = result_of(broker.make_keys.remote(str(self._key_folder.absolute()), wanted))
         keys = msgspec.json.decode(made, type=list[ClientKey])
         self._keys |= {key.name: key for key in keys}
-
-
-def _free_port(host: PlacedHost, count: int) -> int:
-    return int(result_of(host.actor.free_port.remote(host.address, count)))
 
 
 def _port_of(endpoint: str) -> int:

@@ -26,7 +26,6 @@ def require_token(address: str, limit_s: float) -> None:
     """
     ours = os.environ.items()  # noqa: TID251 handed on, but for Ray's token
     environment = {name: value for name, value in ours if not name.startswith("RAY_AUTH_")}
-    code, words = None, f"silence for {limit_s:g} s (deploy.ray.start_timeout_s)"
     try:
         done = subprocess.run(  # noqa: S603 Ray's own program
             [*_COMMAND, address],
@@ -37,10 +36,9 @@ def require_token(address: str, limit_s: float) -> None:
             check=False,
             timeout=limit_s,
         )
-    except subprocess.TimeoutExpired:
-        pass
-    else:
         code, words = done.returncode, done.stderr
+    except subprocess.TimeoutExpired:
+        code, words = None, f"silence for {limit_s:g} s (deploy.ray.start_timeout_s)"
     if refusal := refusal_of(address, code, words):
         raise ConfigError(refusal)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -48,12 +49,9 @@ class HostFacts(msgspec.Struct, frozen=True):
 class StartRole(msgspec.Struct, frozen=True, kw_only=True):
     """A role to be started."""
 
-    name: str
-    command: tuple[str, ...]  # includes PYTHON and SETTINGS
+    plan: RolePlan  # its command includes PYTHON and SETTINGS
     settings: str  # content of the settings file
-    environment: dict[str, str]
     folder: str  # working folder; empty for the host process's own
-    cores: tuple[int, ...]
     key: ClientKey | None  # key that the role proves to the broker
 
 
@@ -130,12 +128,7 @@ class RoleHost:
         """
         if self._program is None:
             where = Path(folder) if folder else None
-            self._program = self._forks.submit(
-                HostProgram,
-                module,
-                folder=where,
-                progress=lambda _what: None,  # shown on another host
-            ).result()
+            self._program = self._forks.submit(HostProgram, module, folder=where).result()
         return self._program.ask(request, limit_s)
 
     def start(self, request: bytes) -> int:
@@ -144,13 +137,13 @@ class RoleHost:
         settings = self.scratch / "settings.toml"
         write_private(settings, role.settings)
         names = {PYTHON: sys.executable, SETTINGS: str(settings)}
-        command = [names.get(word, word) for word in role.command]
+        command = [names.get(word, word) for word in role.plan.command]
         command.append(f"run.socket_dir={self._sockets}")
         if role.key is not None:
-            key_file = self._memory / f"{role.name}.key"
+            key_file = self._memory / f"{role.plan.name}.key"
             write_client_key(key_file, role.key)
             command.append(f"run.key_file={key_file}")
-        plan = RolePlan(role.name, tuple(command), environment=role.environment, cores=role.cores)
+        plan = replace(role.plan, command=tuple(command))
         folder = Path(role.folder) if role.folder else None
         if self._process is not None:
             self._process.release()
@@ -199,7 +192,7 @@ class RoleHost:
             self._process.release()
         if self._program is not None:
             self._program.close()
-        self._starter.let_go()
+        self._starter.close()
         self._forks.shutdown()
         self._end_children()
         _adopt_orphans(False)

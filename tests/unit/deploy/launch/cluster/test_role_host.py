@@ -22,6 +22,7 @@ from slipstream.deploy.launch.cluster.role_host import (
     RoleState,
     StartRole,
 )
+from slipstream.deploy.launch.plan import RolePlan
 from slipstream.wire.files.keys import ClientKey
 from tests.support.waiting import HANG_S
 
@@ -67,12 +68,9 @@ def host() -> Iterator[RoleHost]:
 
 def role(code: str, *, folder: str = "", key: ClientKey | None = None, name: str = "w") -> bytes:
     request = StartRole(
-        name=name,
-        command=(PYTHON, "-S", "-c", code, SETTINGS),
+        plan=RolePlan(name, (PYTHON, "-S", "-c", code, SETTINGS), environment={"X": "handed on"}),
         settings="[run]\n",
-        environment={"X": "handed on"},
         folder=folder,
-        cores=(),
         key=key,
     )
     return msgspec.json.encode(request)
@@ -196,6 +194,6 @@ def test_keys_are_authorized_and_their_secrets_are_in_no_file(host: RoleHost, tm
 
 
 def test_requests_and_answers_are_json(host: RoleHost):
-    assert json.loads(role("pass"))["name"] == "w"
+    assert json.loads(role("pass"))["plan"]["name"] == "w"
     host.start(role("pass"))
     assert json.loads(host.observe(0, 100.0)[0]).keys() >= {"code", "words", "sockets"}
