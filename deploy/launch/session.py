@@ -140,7 +140,7 @@ class RunSession:
     """One run, from its first process to its outcome."""
 
     def __init__(
-        self, site: RunSite, view: RunView, signals: Signals, watcher: StatusWatcher | None = None
+        self, site: RunSite, view: RunView, signals: Signals, watcher: StatusWatcher
     ) -> None:
         self._config = config = site.config
         self._site = site
@@ -158,7 +158,7 @@ class RunSession:
             stop_timeout_s=deploy.stop_timeout_s,
             forking=signals.held,
         )
-        self._watcher = watcher or StatusWatcher()
+        self._watcher = watcher
         self._ended: set[str] = set()  # processes that will not restart
         self._bounds = GeneratorBounds(deploy.min_generators, deploy.max_generators)
         self._rotates_s = 0.0  # time of the next look at the logs
@@ -267,7 +267,7 @@ class RunSession:
                 self._record_ended()
                 if limit and time.monotonic() - started > limit:
                     raise ChildDiedError(
-                        f"the run took longer than deploy.time_limit_s = {limit:.0f}"
+                        f"the run took longer than deploy.time_limit_s = {limit:g}"
                     )
                 show(self._watcher)
                 time.sleep(_POLL_S)
@@ -363,7 +363,12 @@ class RunSession:
         return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
-def run_in_folder(run: RunSection, make_site: Callable[[], RunSite], view: RunView) -> int:
+def run_in_folder(
+    run: RunSection,
+    make_site: Callable[[], RunSite],
+    view: RunView,
+    watcher: StatusWatcher | None = None,
+) -> int:
     """Run to the end in the run's folder, locked meanwhile; return the exit code.
 
     A folder created by a refused start is removed, so the next try can use the name.
@@ -381,7 +386,7 @@ def run_in_folder(run: RunSection, make_site: Callable[[], RunSite], view: RunVi
             raise ConfigError(
                 f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
             ) from error
-        session = RunSession(make_site(), view, signals)
+        session = RunSession(make_site(), view, signals, watcher or StatusWatcher())
         outcome = session.run()
         if outcome.kind == "refused" and is_new and not session.has_stepped:
             shutil.rmtree(run.folder, ignore_errors=True)
