@@ -152,18 +152,13 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
     return ResumePoint(run_folder, checkpoint)
 
 
-def _contents(run_folder: Path) -> dict[str, str]:
-    """Return the hash of each URL's content at the last start of the run; empty if unknown."""
-    try:
-        return run_section(load_table(run_folder / SETTINGS)).contents
-    except ConfigError as error:
-        _log.info("the content of URLs is not compared with that of before: %s", error)
-        return {}
-
-
 def resumed_table(table: Table, point: ResumePoint) -> Table:
     """Return the settings of a run that resumes in its own folder with its former content."""
-    known = _contents(point.run_folder)
+    try:
+        known = run_section(load_table(point.run_folder / SETTINGS)).contents
+    except ConfigError as error:
+        _log.info("the content of URLs is not compared with that of before: %s", error)
+        known = {}
     run = {
         **({"contents": known} if known else {}),
         **table.get("run", {}),

@@ -240,12 +240,10 @@ class RunSession:
         patience = self._patience_with_broker()
         while not self._site.broker_listens():
             self._supervisor.check()
-            child = self._supervisor.children["broker"]
-            if child.finished or patience.is_over():
-                why = "ended" if child.finished else patience.why
-                last = last_lines(child.log_file)
+            if patience.is_over():
+                log = self._supervisor.children["broker"].log_file
                 raise ChildDiedError(
-                    f"the broker did not start: it {why}; {child.log_file}:\n{last}"
+                    f"the broker did not start: it {patience.why}; {log}:\n{last_lines(log)}"
                 )
             time.sleep(_POLL_S)
 

@@ -74,11 +74,18 @@ class Supervisor:
                 if self.now() >= child.restart_at_s and not self._runs_still(child):
                     self._restart(child)
             elif not child.finished:
-                self._look_at(child, child.process.poll())
+                self._look_at(child)
 
-    def _look_at(self, child: Child, code: int | None) -> None:
-        if child.leaving is not None:
-            self._see_off(child, child.leaving, code)
+    def _look_at(self, child: Child) -> None:
+        code, leaving = child.process.poll(), child.leaving
+        if leaving is not None and code is not None:
+            child.finished = True
+            child.process.release()
+            self.give_back(child.plan.name)
+        elif leaving is not None:
+            if leaving.is_over():
+                _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
+                child.process.send_signal(signal.SIGKILL)
         elif code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
             child.is_left_out = child.finished = True
             _log.warning(
@@ -91,19 +98,9 @@ class Supervisor:
         elif code is not None:
             self._failed(child, code)
 
-    def _see_off(self, child: Child, leaving: Patience, code: int | None) -> None:
-        if code is not None:
-            child.finished = True
-            child.process.release()
-            self.give_back(child.plan.name)
-        elif leaving.is_over():
-            _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
-            child.process.send_signal(signal.SIGKILL)
-
     def runs(self, name: str) -> bool:
         """True if a role was started and has not ended."""
-        child = self.children.get(name)
-        return child is not None and child.is_running
+        return name in self.children and self.children[name].is_running
 
     def finished(self, names: Iterable[str]) -> bool:
         """True if all these roles ended cleanly, or were left out."""

@@ -114,14 +114,10 @@ class HostProgram:
 
     def close(self) -> None:
         """End the program and remove its folder."""
-        if self._process.poll() is None:
+        with self._process:  # waits for it, and closes its pipes
             self._process.terminate()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:  # in a call of a library
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # in a call of a library
+                self._process.kill()
         shutil.rmtree(self._scratch, ignore_errors=True)

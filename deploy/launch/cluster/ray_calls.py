@@ -128,19 +128,17 @@ def new_host(pool: Pool, group: Group, process: str, name: str) -> Actor:
     """Start the role host of a process in its place of the pool; return at once."""
     index = pool.members.index(process)
     bundle = dict(pool.bundles[index])
-    options: dict[str, Any] = {
-        "num_cpus": bundle.pop("CPU", 0),
-        "num_gpus": bundle.pop("GPU", 0),
-        "resources": bundle,
-        "max_restarts": 0,
-        "max_concurrency": 8,
-        "name": name,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=index
-        ),
-    }
-    actor: Actor = ray.remote(**options)(_RayRoleHost).remote()
-    return actor
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    make: Any = ray.remote(
+        num_cpus=bundle.pop("CPU", 0),
+        num_gpus=bundle.pop("GPU", 0),
+        resources=bundle,
+        max_restarts=0,
+        max_concurrency=8,
+        name=name,
+        scheduling_strategy=place,
+    )
+    return make(_RayRoleHost).remote()
 
 
 def end_hosts(actors: Iterable[Actor], groups: Iterable[Group] = ()) -> None:

@@ -155,8 +155,9 @@ class RayProcess:
                 result_of(self._host.actor.signal.remote(signal.SIGKILL))
 
     def _run(self) -> int:
-        host = self.placement.host_of(self.plan)
-        request = self.placement.request(self.plan, self.arguments, host, self.rendezvous)
+        plan = self.plan
+        host = self.placement.host_of(plan)
+        request = self.placement.request(plan, self.arguments, host, self.rendezvous)
         if (code := self.poll()) is not None:  # ended before it was started
             return code
         pid = result_of(host.actor.start.remote(msgspec.json.encode(request)))
@@ -165,10 +166,19 @@ class RayProcess:
             if (code := self.poll()) is not None:
                 host.actor.signal.remote(signal.SIGKILL)
                 return code
-        _log.info("%s is process %d on %s", self.plan.name, pid, host.address)
+        _log.info("%s is process %d on %s", plan.name, pid, host.address)
+        is_reached = True
         with self.log_file.open("ab") as log:
             while True:
-                answer, text = self._observed(host)
+                try:
+                    answer, text = result_of(host.actor.observe.remote(host.log_offset, _OBSERVE_S))
+                except HostUnreachableError:  # but not given up
+                    if is_reached:
+                        _log.warning("%s: its node %s cannot be reached", plan.name, host.address)
+                    is_reached = False
+                    time.sleep(_OBSERVE_S)
+                    continue
+                is_reached = True
                 with suppress(OSError):  # disk full; the role's own log is on its host
                     log.write(text)
                     log.flush()
@@ -177,19 +187,3 @@ class RayProcess:
                 self._signs, self._words, self.sockets = seen.signs, seen.words, seen.sockets
                 if seen.code is not None and not text:
                     return seen.code
-
-    def _observed(self, host: PlacedHost) -> tuple[bytes, bytes]:
-        """Ask for the state; repeat while the host is unreachable but not given up."""
-        is_logged = False
-        while True:
-            try:
-                answer: tuple[bytes, bytes] = result_of(
-                    host.actor.observe.remote(host.log_offset, _OBSERVE_S)
-                )
-            except HostUnreachableError:
-                if not is_logged:
-                    _log.warning("%s: its node %s cannot be reached", self.plan.name, host.address)
-                is_logged = True
-                time.sleep(_OBSERVE_S)
-            else:
-                return answer

@@ -53,14 +53,9 @@ def run_on_ray(config: RunConfig, view: RunView) -> int:
 def ray_posts(
     config: RunConfig, console: Console, module: str
 ) -> Iterator[tuple[RunConfig, list[Post]]]:
-    """Place a program that looks at its host for each planned process, until the block ends.
+    """Yield the run with its hosts' addresses, and a post for each planned process.
 
-    Yields the run with its hosts' addresses, too.
-
-    Args:
-        config: the run.
-        console: Console that shows a wait for the cluster.
-        module: The program's module.
+    The program of a module looks at each host, until the block ends.
 
     Raises:
         ConfigError: no such cluster exists, it has no room, or its nodes cannot run this.

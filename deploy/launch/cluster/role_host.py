@@ -115,16 +115,9 @@ class RoleHost:
         return msgspec.json.encode(keys)
 
     def look(self, module: str, folder: str, request: bytes, limit_s: float) -> bytes:
-        """Ask a program that looks at this host; the first call starts it.
+        """Ask the program of a module that looks at this host, as HostProgram.ask does.
 
-        Args:
-            module: The program's module.
-            folder: Working folder; empty for this process's.
-            request: Request for HostProgram.ask.
-            limit_s: Longest time that the program may wait for other hosts.
-
-        Raises:
-            ChildDiedError: the program ended.
+        The first call starts it in ``folder``; empty for this process's.
         """
         if self._program is None:
             where = Path(folder) if folder else None
@@ -181,7 +174,7 @@ class RoleHost:
 
     def signal(self, signum: int) -> None:
         """Send the role a signal, unless it has ended."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.send_signal(signum)
 
     def close(self) -> None:
