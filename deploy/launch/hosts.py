@@ -40,12 +40,6 @@ def print_check_commands(
 ) -> None:
     """Print the commands that check a run on each host; keys and settings are copied as for a run.
 
-    Args:
-        config: the run.
-        path: The settings file.
-        overrides: Settings that replace those of the file.
-        console: Console for the output.
-
     Raises:
         ConfigError: there is one host, there are not enough GPUs, or the first host has no known
             IPv4 address.
@@ -97,11 +91,7 @@ def host_commands(
 ) -> list[HostCommands]:
     """Return the commands by host, in the order of deploy.hosts; the broker's comes first.
 
-    Args:
-        config: the run.
-        plans: its processes.
-        resolved: the settings file on the first host.
-        address: Address of the first host; empty for a run on one host.
+    The first host has the settings file and the address, which is empty for a run on one host.
     """
     first = config.deploy.hosts[0]
     found = {host: HostCommands(host) for host in config.deploy.hosts}

@@ -39,6 +39,7 @@ class LocalSite:
             config = config.with_settings("run", socket_dir=str(self.scratch / "sockets"))
         self.config = config
         self.run = config.run
+        self._resolved = self.run.folder / SETTINGS
         self._starter = LocalStarter(self.scratch)
         self.start = self._starter.start
 
@@ -47,14 +48,12 @@ class LocalSite:
 
     def plans(self) -> list[RolePlan]:
         """Write the settings that every role reads; return the processes, the broker first."""
-        resolved = self.run.folder / SETTINGS
-        write_resolved(self.config, resolved)
-        return plan_roles(self.config, resolved, gpus=usable_gpus())
+        write_resolved(self.config, self._resolved)
+        return plan_roles(self.config, self._resolved, gpus=usable_gpus())
 
     def generator(self, name: str) -> RolePlan:
         """Return an additional generator of the run."""
-        resolved = self.run.folder / SETTINGS
-        return plan_generator(self.config, resolved, name, gpus=usable_gpus())
+        return plan_generator(self.config, self._resolved, name, gpus=usable_gpus())
 
     def broker_listens(self) -> bool:
         """True once the broker's socket is there."""

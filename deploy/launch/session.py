@@ -205,10 +205,9 @@ class RunSession:
     def _let_learner_save(self) -> None:
         """End the learner cleanly while the broker answers; a second signal cuts it off."""
         config, supervisor = self._config, self._supervisor
-        if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
-            return
-        status = self._watcher.newest
-        if not supervisor.runs("broker") or status is None or status.steps == 0:
+        status, runs = self._watcher.newest, supervisor.runs
+        can_save = config.learner.checkpoint.on_stop and runs("learner") and runs("broker")
+        if not can_save or status is None or status.steps == 0:
             return
         self._signals.forget()
         self._console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")

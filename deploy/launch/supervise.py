@@ -3,7 +3,7 @@
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,8 @@ class Supervisor:
         """
         for child in list(self.children.values()):
             if child.restart_at_s is not None:
-                if self.now() >= child.restart_at_s and not self._runs_still(child):
+                due = [part for part in self._parts(child) if part.restart_at_s is not None]
+                if self.now() >= child.restart_at_s and not any(part.is_running for part in due):
                     self._restart(child)
             elif not child.finished:
                 self._look_at(child)
@@ -169,17 +170,10 @@ class Supervisor:
         with self.forking():
             child.process = self.start_process(plan, plan.restart_arguments, log)
 
-    def _parts(self, child: Child) -> Iterator[Child]:
-        """Yield the other processes of the role, which start and restart with the child."""
-        whole = child.plan.part_of
-        for other in self.children.values():
-            if whole and other.plan.part_of == whole and other is not child:
-                yield other
-
-    def _runs_still(self, child: Child) -> bool:
-        """True if a process of the role that is due to restart has not ended yet."""
-        parts = [child, *self._parts(child)]
-        return any(part.is_running and part.restart_at_s is not None for part in parts)
+    def _parts(self, child: Child) -> list[Child]:
+        """Return the processes that start and restart together with the child, and the child."""
+        whole, others = child.plan.part_of, self.children.values()
+        return [part for part in others if part is child or (whole and part.plan.part_of == whole)]
 
     def _failed(self, child: Child, code: int) -> None:
         name, because = child.plan.name, child.process.ended_because
@@ -199,11 +193,10 @@ class Supervisor:
             )
         delay = self.backoff_s * 2 ** (failures - 1)
         _log.warning("%s %s; restarting it in %.1f s", name, how, delay)
-        child.restart_at_s = now + delay
-        for other in self._parts(child):
-            other.finished = False
-            other.restart_at_s = child.restart_at_s
-            other.process.send_signal(signal.SIGKILL)
+        for part in self._parts(child):
+            part.finished = False
+            part.restart_at_s = now + delay
+            part.process.send_signal(signal.SIGKILL)
 
 
 def _how(code: int) -> str:

@@ -44,18 +44,11 @@ class HostProgram:
         self,
         module: str,
         *,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-        progress: Callable[[str], None] = lambda _what: None,
+        environment: Mapping[str, str] | None = None,  # added to this process's
+        folder: Path | None = None,  # working folder; None for this process's
+        progress: Callable[[str], None] = lambda _what: None,  # told what the program is doing
     ) -> None:
-        """Start the program.
-
-        Args:
-            module: The program's module.
-            environment: Variables added to this process's.
-            folder: Working folder; None for this process's.
-            progress: Called with what the program is doing during a request.
-        """
+        """Start the program of a module."""
         self._progress = progress
         self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-check-"))
         self._log = self._scratch / "log"

@@ -39,12 +39,7 @@ class Pool:
 
 
 def pools_of(config: RunConfig, *, uses_gpus: bool) -> tuple[Pool, ...]:
-    """Return the pools: services with the broker, the learner's nodes, the generators.
-
-    Args:
-        config: the run.
-        uses_gpus: True if the cluster has GPUs and the run uses them.
-    """
+    """Return the pools: services with the broker, the learner's nodes, the generators."""
     members = {
         "services": ["broker", *reward_worker_names(config)],
         "learner": learner_names(config.learner.layout),

@@ -201,11 +201,10 @@ def reason_of(error: BaseException) -> str:
     """Return an error in one line; the last line of Ray's own, which begin with tracebacks."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, BaseException) and not isinstance(cause, RayError):
-        lines = f"{type(cause).__name__}: {cause}".splitlines()[:1]
-    else:
-        lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
-    at = -1 if isinstance(error, RayError) else 0
-    return lines[at] if lines else type(error).__name__
+        return f"{type(cause).__name__}: {cause}".splitlines()[0]
+    lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
+    return lines[-1 if isinstance(error, RayError) else 0]
 
 
 def _plain(error: BaseException) -> str:

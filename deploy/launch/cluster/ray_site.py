@@ -239,7 +239,7 @@ class RaySite:
         self._lock = threading.RLock()
 
     def plans(self) -> list[RolePlan]:
-        """Place every role, check the hosts, make the keys; return the processes.
+        """Place every role, check the hosts; return the processes.
 
         Raises:
             ConfigError: the cluster has no room, or its nodes cannot run this.
@@ -250,9 +250,8 @@ class RaySite:
         port = _port_of(config.broker.broker.listen) or broker.free_port(1)
         self._broker_endpoint = f"tcp://{Address(broker.address, port)}"
         self._publish_from(hosts["learner"])
-        self._make_keys([(_OBSERVER, "observer"), *map(self._key_of, plans[1:])])
         key_file = config.run.folder / f"{_OBSERVER}.key"
-        write_client_key(key_file, self._keys[_OBSERVER])
+        write_client_key(key_file, self._key(_OBSERVER, "observer"))
         watched = config.with_settings("run", broker=self._broker_endpoint, key_file=str(key_file))
         write_resolved(watched, config.run.folder / SETTINGS_FILE)
         self.run = watched.run
@@ -303,7 +302,9 @@ class RaySite:
         with self._lock:
             if plan.name == "learner":
                 self._publish_from(host)
-            key = self._key_for(plan) if kind != "broker" else None
+            key = None
+            if kind != "broker":  # one key per host and role
+                key = self._key(f"{host.address}.{key_role(plan.name)}", key_role(plan.name))
         if ray.collectives and kind in {"learner", "generator"}:
             words.append(f"weightbus.host={self._learner_address}")
         if kind == "learner":
@@ -326,24 +327,14 @@ class RaySite:
         self._learner_address = host.address
         self._bus_endpoint = f"tcp://{Address(host.address, port)}"
 
-    def _key_for(self, plan: RolePlan) -> ClientKey:
-        name, role = self._key_of(plan)
+    def _key(self, name: str, role: Role) -> ClientKey:
+        """Return the key of this name, which is made the first time."""
+        name = name.replace("_", "-").replace(":", "-")
         if name not in self._keys:
-            self._make_keys([(name, role)])
+            broker, folder = self._places.hosts["broker"].actor, str(self._key_folder.absolute())
+            made = result_of(broker.make_key.remote(folder, name, role))
+            self._keys[name] = msgspec.json.decode(made, type=ClientKey)
         return self._keys[name]
-
-    def _key_of(self, plan: RolePlan) -> tuple[str, Role]:
-        """Return name and role of a process's key: one key per host and role."""
-        role = key_role(plan.name)
-        name = f"{self._places.hosts[plan.name].address}.{role.replace('_', '-')}"
-        return name.replace(":", "-"), role
-
-    def _make_keys(self, names: Sequence[tuple[str, Role]]) -> None:
-        wanted = list(dict.fromkeys(names))
-        broker = self._places.hosts["broker"].actor
-        made = result_of(broker.make_keys.remote(str(self._key_folder.absolute()), wanted))
-        keys = msgspec.json.decode(made, type=list[ClientKey])
-        self._keys |= {key.name: key for key in keys}
 
 
 def _port_of(endpoint: str) -> int:

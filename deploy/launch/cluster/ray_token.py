@@ -17,10 +17,6 @@ _COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address") 
 def require_token(address: str, limit_s: float) -> None:
     """Ask the head of a cluster for its status without a token.
 
-    Args:
-        address: The head's ADDRESS:PORT.
-        limit_s: Longest wait for the answer.
-
     Raises:
         ConfigError: the head answers, or does not ask for a token.
     """
@@ -46,10 +42,7 @@ def require_token(address: str, limit_s: float) -> None:
 def refusal_of(address: str, code: int | None, words: str) -> str:
     """Return why a cluster is refused; empty if it is accepted.
 
-    Args:
-        address: The head's address.
-        code: Exit code of `ray status` without a token; None if it did not end.
-        words: Its output on stderr.
+    `ray status` without a token ended with ``code``, or not (None), and wrote ``words``.
     """
     if code != 0 and "AuthenticationError" in words:
         return ""

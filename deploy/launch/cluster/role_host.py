@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -70,11 +69,7 @@ class RoleHost:
     node = ""  # id in the cluster; empty without one
 
     def __init__(self, *, end_s: float = _END_S) -> None:
-        """Make the folders.
-
-        Args:
-            end_s: Limit without a sign of life, for what outlives a role at closing.
-        """
+        """Make the folders. At closing, what outlives a role has ``end_s`` to end."""
         self._end_s = end_s
         remove_folders_of_the_dead()
         self.scratch = own_folder()
@@ -105,14 +100,13 @@ class RoleHost:
             if all(_is_free(address, port + i) for i in range(count)):
                 return port
 
-    def make_keys(self, folder: str, names: Sequence[tuple[str, Role]]) -> bytes:
-        """Authorize keys with the broker's folder of keys; return them as a list of ClientKey.
+    def make_key(self, folder: str, name: str, role: Role) -> bytes:
+        """Authorize a key with the broker's folder of keys; return it as a ClientKey.
 
         Raises:
             ConfigError: the folder cannot be used.
         """
-        keys = [authorize(Path(folder), name, role) for name, role in names]
-        return msgspec.json.encode(keys)
+        return msgspec.json.encode(authorize(Path(folder), name, role))
 
     def look(self, module: str, folder: str, request: bytes, limit_s: float) -> bytes:
         """Ask the program of a module that looks at this host, as HostProgram.ask does.
@@ -146,11 +140,9 @@ class RoleHost:
         return self._process.pid
 
     def observe(self, offset: int, wait_s: float) -> tuple[bytes, bytes]:
-        """Return a RoleState, and the role's log from byte ``offset`` on.
+        """Return a RoleState, and the log of all processes started here from byte ``offset`` on.
 
-        Args:
-            offset: Position in the log of all processes started here.
-            wait_s: Longest wait for something new.
+        Waits up to ``wait_s`` for something new.
         """
         process = self._process
         if process is None:

@@ -24,8 +24,10 @@ from slipstream.deploy.launch.cluster.role_host import (
 )
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.broker import Role
 from tests.support.waiting import HANG_S
 
+ROLES: tuple[Role, ...] = ("generator", "learner")
 SHOW = """
 import json, os, sys
 print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "x": os.environ.get("X"),
@@ -181,11 +183,11 @@ def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHos
 
 def test_keys_are_authorized_and_their_secrets_are_in_no_file(host: RoleHost, tmp_path: Path):
     folder = tmp_path / "keys"
-    made = host.make_keys(str(folder), [("a.generator", "generator"), ("b.learner", "learner")])
-    keys = msgspec.json.decode(made, type=list[ClientKey])
+    made = [host.make_key(str(folder), f"a.{role}", role) for role in ROLES]
+    keys = [msgspec.json.decode(key, type=ClientKey) for key in made]
     assert {holder.public for holder in holders(folder)} == {key.public for key in keys}
-    again = host.make_keys(str(folder), [("a.generator", "generator")])
-    (anew,) = msgspec.json.decode(again, type=list[ClientKey])
+    again = host.make_key(str(folder), "a.generator", "generator")
+    anew = msgspec.json.decode(again, type=ClientKey)
     assert anew.public != keys[0].public
     assert anew.public in {holder.public for holder in holders(folder)}
     assert keys[0].public not in {holder.public for holder in holders(folder)}
