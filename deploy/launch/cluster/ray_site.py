@@ -236,7 +236,7 @@ class RaySite:
         self._learner_address = ""
         self._broker_endpoint = ""
         self._bus_endpoint = ""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def plans(self) -> list[RolePlan]:
         """Place every role, check the hosts; return the processes.
@@ -331,8 +331,12 @@ class RaySite:
         """Return the key of this name, which is made the first time."""
         name = name.replace("_", "-").replace(":", "-")
         if name not in self._keys:
-            broker, folder = self._places.hosts["broker"].actor, str(self._key_folder.absolute())
-            made = result_of(broker.make_key.remote(folder, name, role))
+            folder = str(self._key_folder.absolute())
+            try:
+                broker = self._places.hosts["broker"].actor
+                made = result_of(broker.make_key.remote(folder, name, role))
+            except (KeyError, HostCallError) as error:
+                raise ChildDiedError(f"the broker's host makes no key: {error}") from error
             self._keys[name] = msgspec.json.decode(made, type=ClientKey)
         return self._keys[name]
 
