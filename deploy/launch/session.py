@@ -164,7 +164,7 @@ class RunSession:
         self._rotates_s = 0.0  # time of the next look at the logs
         self._window: tuple[float, RunStatus] | None = None  # start, and the run then
 
-    def run(self) -> "RunOutcome":
+    def run(self) -> RunOutcome:
         """Run to the end; show and return the outcome."""
         # until it is known: the learner saves then
         outcome = RunOutcome("failed", "by a fault of this program", EXIT_FAILED)
@@ -189,7 +189,7 @@ class RunSession:
         """True once the learner has visibly made a step."""
         return self._watcher.newest is not None and self._watcher.newest.steps > 0
 
-    def _end_roles(self, outcome: "RunOutcome") -> None:
+    def _end_roles(self, outcome: RunOutcome) -> None:
         """End all processes, the broker last."""
         supervisor = self._supervisor
         self._watcher.close()
