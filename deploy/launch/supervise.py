@@ -185,7 +185,10 @@ class Supervisor:
         now = self.now()
         child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]
         failures = len(child.failed_at_s)
-        how = f"{_how(code)}{f': {because}' if because else ''}"
+        ended = f"ended with code {code}"
+        if code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+        how = f"{ended}: {because}" if because else ended
         if failures > self.max_restarts or code == EXIT_SUPERSEDED:
             often = "" if failures == 1 else f" (failure {failures})"
             raise ChildDiedError(
@@ -197,9 +200,3 @@ class Supervisor:
             part.finished = False
             part.restart_at_s = now + delay
             part.process.send_signal(signal.SIGKILL)
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"

@@ -77,7 +77,7 @@ class RoleHost:
         self._starter = LocalStarter(self.scratch)
         self._process: LocalProcess | None = None
         self._program: HostProgram | None = None  # program that looks at this host
-        self._log = self.scratch / "role.log"
+        self._log, self._sockets = self.scratch / "role.log", self.scratch / "sockets"
         # the kernel ends a role with the thread that forked it: this thread stays
         self._forks = ThreadPoolExecutor(1, thread_name_prefix="forks")
         self._others = set(psutil.Process().children())  # processes that this host must not end
@@ -203,10 +203,6 @@ class RoleHost:
                     with suppress(psutil.NoSuchProcess):
                         child.send_signal(signal.SIGKILL)
             psutil.wait_procs(children, timeout=_POLL_S)
-
-    @property
-    def _sockets(self) -> Path:
-        return self.scratch / "sockets"
 
 
 def _is_free(address: str, port: int) -> bool:
