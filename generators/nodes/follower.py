@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from slipstream.weightbus.hosts.follower import MAX_WAITING, HostFollower
 from slipstream.weightbus.hosts.membership import Membership
-from slipstream.wire.messages.followers import FetchedThere, FetchToo
+from slipstream.wire.messages.followers import AskHost, FetchedThere, FetchToo
 
 
 class EngineFollower(HostFollower):
@@ -21,7 +21,9 @@ class EngineFollower(HostFollower):
         self.fetches: asyncio.Queue[FetchToo] = asyncio.Queue(MAX_WAITING)
 
     @override
-    async def take_order(self, order: FetchToo) -> None:
+    async def take_order(self, order: FetchToo | AskHost) -> None:
+        if isinstance(order, AskHost):
+            return
         if self._last is not None and self._last.command_id == order.command_id:
             await self.send(self._last)  # the answer was lost with a connection
         elif order.command_id > self._taken:  # else an old order, late over another connection

@@ -26,7 +26,7 @@ from slipstream.weightbus.hosts.verdict import (
     verdict_of,
 )
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError
-from slipstream.wire.messages.followers import FetchedThere, FetchToo
+from slipstream.wire.messages.followers import FetchedThere, FetchToo, HostAnswered
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
@@ -64,7 +64,9 @@ class EngineLeader(HostLeader):
         self._may_be_read = False  # memory of others, until all have carried out an order
 
     @override
-    def note_fetched(self, message: FetchedThere) -> None:
+    def note_answer(self, message: FetchedThere | HostAnswered) -> None:
+        if isinstance(message, HostAnswered):
+            return
         member, fetching = self.book.known.get(message.node), self._fetching
         is_of_node = member is not None and member.incarnation == message.incarnation
         if is_of_node and fetching is not None and message.command_id == fetching.command_id:

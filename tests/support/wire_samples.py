@@ -416,6 +416,7 @@ HEAD_COMMANDS: list[parts.HeadCommand] = [
 ]
 
 TO_LEADER: list[followers.ToLeader] = [
+    followers.HostAnswered(node=1, incarnation="c3", number=3, answer="{}"),
     followers.Follow(
         node=1, incarnation="c3", host="gpu-8", pid=7, facts={"generators.dtype": "bfloat16"}
     ),
@@ -426,6 +427,7 @@ TO_LEADER: list[followers.ToLeader] = [
     ),
 ]
 TO_FOLLOWER: list[followers.ToFollower] = [
+    followers.AskHost(number=3, process="generator-0", request="{}", limit_s=60.0),
     followers.FollowerAccepted(leader="d4", host="gpu-7"),
     followers.FollowerRefused(reason="two processes came as node 1", is_taken=True),
     followers.StartNode(host="10.0.0.7", port=40001),

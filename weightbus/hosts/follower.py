@@ -25,6 +25,7 @@ from slipstream.wire.errors import (
 )
 from slipstream.wire.messages.codec import decode_to_follower, encode
 from slipstream.wire.messages.followers import (
+    AskHost,
     EndNode,
     FetchToo,
     Follow,
@@ -97,7 +98,7 @@ class HostFollower:
         link.setsockopt(zmq.SNDHWM, MAX_WAITING)
         link.setsockopt(zmq.IMMEDIATE, 1)  # queue no signs of life without a connection
         key = self._own.key
-        connect(link, endpoint, server_key=key.public, key=key)
+        connect(link, endpoint, server_key=self._own.server_key or key.public, key=key)
         self._socket = link
         return link
 
@@ -138,7 +139,7 @@ class HostFollower:
                 case EndNode(node=node, reason=reason, is_orderly=is_orderly):
                     self._hosts.setdefault(node, message.host)
                     self.end = self.end or HostEnd(node, reason, is_orderly)
-                case FetchToo():
+                case FetchToo() | AskHost():
                     await self.take_order(message)
             self._wake()
 
@@ -150,8 +151,8 @@ class HostFollower:
         elif message.leader != self._leader:
             self._lose(f"another process leads at {self._place.address} now")
 
-    async def take_order(self, order: FetchToo) -> None:
-        """Take an order to fetch a version; an engine's follower does."""
+    async def take_order(self, order: FetchToo | AskHost) -> None:
+        """Take an order of a role's own."""
 
     async def _give_signs(self) -> None:
         while not self._has_left:

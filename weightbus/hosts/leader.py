@@ -18,7 +18,13 @@ from slipstream.weightbus.net.curve import MAX_BYTES, LeaderListener
 from slipstream.weightbus.net.listening import endpoint_of, listen_at
 from slipstream.wire.errors import ConfigError, PeerLostError, ProtocolError
 from slipstream.wire.messages.codec import decode_to_leader, encode
-from slipstream.wire.messages.followers import EndNode, FetchedThere, StartNode, ToFollower
+from slipstream.wire.messages.followers import (
+    EndNode,
+    FetchedThere,
+    HostAnswered,
+    StartNode,
+    ToFollower,
+)
 from slipstream.wire.messages.pieces import joined_message
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.rarely import Rarely
@@ -55,9 +61,11 @@ class HostLeader:
         self._listener = LeaderListener(
             endpoint, own.key, setting=f"--rendezvous of {self.book.named(0)}"
         )
+        if own.admitted:
+            self._listener.admit(own.admitted)
         self._socket: zmq.asyncio.Socket | None = None
         self._changed = asyncio.Event()
-        self._is_finished = False
+        self.is_finished = False  # the others were ordered to end
         self.deaf = ""  # reason that no messages of nodes are read any more
 
     def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
@@ -94,18 +102,18 @@ class HostLeader:
             except ProtocolError as error:
                 _malformed.say("another node sent a malformed message: %s", error)
                 continue
-            if isinstance(message, FetchedThere):
-                self.note_fetched(message)
+            if isinstance(message, FetchedThere | HostAnswered):
+                self.note_answer(message)
             elif (answer := self.book.heard(peer, message)) is not None:
                 await self.send(peer, answer)
                 await self.repeat_order(message.node)
             self._wake()
 
-    def note_fetched(self, message: FetchedThere) -> None:
-        """Note the answer to an order; an engine's leader gives such."""
+    def note_answer(self, message: FetchedThere | HostAnswered) -> None:
+        """Note the answer to an order of a role's own."""
 
     async def repeat_order(self, node: int) -> None:
-        """Repeat an order that may be lost; an engine's leader gives such."""
+        """Repeat an order of a role's own that may be lost."""
 
     async def _look(self) -> None:
         while True:
@@ -171,9 +179,9 @@ class HostLeader:
 
     async def finish(self, end: HostEnd) -> None:
         """Order the other nodes to end, as this one does; the first such order stays."""
-        if self._is_finished:
+        if self.is_finished:
             return
-        self._is_finished = True
+        self.is_finished = True
         order = EndNode(
             reason=one_line(end.text, most=MOST_TEXT),
             node=end.node,
@@ -182,6 +190,7 @@ class HostLeader:
         )
         self.book.finish(order)
         await self._tell_all(order)
+        self._wake()
 
     async def until_all_ended(self) -> None:
         """Wait for the other nodes to end, for some seconds."""

@@ -1,7 +1,7 @@
 """What a process brings to the meeting of the hosts of its role."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.process.cards import node_named
@@ -19,11 +19,13 @@ class HostPlace:
 
     node: int
     nodes: int
-    ranks_per_node: int
+    ranks_per_node: int  # 0: its hosts have none
     address: Address  # node 0 listens there
 
     def named(self, node: int, host: str = "") -> str:
         """Return a node's name in logs, with its ranks, and its host if known."""
+        if not self.ranks_per_node:
+            return f"node {node} (host {one_line(host, most=100)})" if host else f"node {node}"
         ranks = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         return node_named(node, ranks, one_line(host, most=100))
 
@@ -34,7 +36,9 @@ class Membership:
 
     place: HostPlace
     facts: Mapping[str, str]  # equal on all nodes; in the order of comparison
-    key: ClientKey  # proved by all nodes
+    key: ClientKey  # proved by this node, and by all others unless there are ``admitted`` ones
+    server_key: str = ""  # public key that node 0 proves, if it has one of its own
+    admitted: Mapping[str, str] = field(default_factory=dict)  # names by public key, on node 0
     section: str  # settings section with rendezvous_timeout_s and node_silence_s
     option: str  # command-line option with the number of a node
     refusal: str  # what a node that differs cannot do, as in "cannot REFUSAL node 0"

@@ -1,14 +1,14 @@
-"""Messages between the hosts of one engine or learner: node 0 leads, the others follow. Over CURVE.
+"""Messages between the hosts of one role: node 0 leads, the others follow. Over CURVE.
 
-An engine's leader has its HTTP interface, its place at the broker and at the relay; its follower has
-ranks and the memory from which these load a version. Both prove the same key.
+An engine's leader has its HTTP interface, its place at the broker and at the relay; its follower
+has ranks and the memory from which these load a version.
 """
 
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from slipstream.wire.messages.bounds import ByName, Count, Name, Text
+from slipstream.wire.messages.bounds import Body, ByName, Count, Figure, Name, Text
 from slipstream.wire.messages.weightbus import EngineName, Receive, RelayAddress
 
 _MOST_NODES = 4096
@@ -61,6 +61,15 @@ class FetchedThere(FollowerMessage, frozen=True):
     num_bytes: Count = 0  # received over bulk sockets
 
 
+class HostAnswered(FollowerMessage, frozen=True):
+    """The answer to AskHost."""
+
+    node: NodeNumber
+    incarnation: EngineName
+    number: Count
+    answer: Body  # JSON
+
+
 # ---- leader to follower ------------------------------------------------------
 
 
@@ -94,6 +103,15 @@ class FetchToo(FollowerMessage, frozen=True):
     may_be_read: bool = False  # the memory, by ranks that load an earlier version; use another
 
 
+class AskHost(FollowerMessage, frozen=True):
+    """A question of `slipstream check` to the program that looks at a host."""
+
+    number: Count
+    process: Name  # planned process whose host is asked; empty: the reports of all hosts
+    request: Body  # JSON
+    limit_s: Figure  # longest time that the program may wait for others
+
+
 class EndNode(FollowerMessage, frozen=True):
     """All nodes end: end the ranks of this node, and the node."""
 
@@ -103,5 +121,7 @@ class EndNode(FollowerMessage, frozen=True):
     is_orderly: bool = False
 
 
-ToLeader: TypeAlias = Follow | Following | FollowerEnds | FetchedThere
-ToFollower: TypeAlias = FollowerAccepted | FollowerRefused | StartNode | FetchToo | EndNode
+ToLeader: TypeAlias = Follow | Following | FollowerEnds | FetchedThere | HostAnswered
+ToFollower: TypeAlias = (
+    FollowerAccepted | FollowerRefused | StartNode | FetchToo | AskHost | EndNode
+)
