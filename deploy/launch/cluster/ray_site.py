@@ -239,7 +239,7 @@ class RaySite:
         self._lock = threading.Lock()
 
     def plans(self) -> list[RolePlan]:
-        """Place every role, check the hosts; return the processes.
+        """Place every role, check the hosts, make the keys; return the processes.
 
         Raises:
             ConfigError: the cluster has no room, or its nodes cannot run this.
@@ -250,6 +250,8 @@ class RaySite:
         port = _port_of(config.broker.broker.listen) or broker.free_port(1)
         self._broker_endpoint = f"tcp://{Address(broker.address, port)}"
         self._publish_from(hosts["learner"])
+        for plan in plans[1:]:  # before the broker reads them: it refuses a key that it lacks
+            self._key_of(plan)
         key_file = config.run.folder / f"{_OBSERVER}.key"
         write_client_key(key_file, self._key(_OBSERVER, "observer"))
         watched = config.with_settings("run", broker=self._broker_endpoint, key_file=str(key_file))
@@ -302,9 +304,7 @@ class RaySite:
         with self._lock:
             if plan.name == "learner":
                 self._publish_from(host)
-            key = None
-            if kind != "broker":  # one key per host and role
-                key = self._key(f"{host.address}.{key_role(plan.name)}", key_role(plan.name))
+            key = self._key_of(plan) if kind != "broker" else None
         if ray.collectives and kind in {"learner", "generator"}:
             words.append(f"weightbus.host={self._learner_address}")
         if kind == "learner":
@@ -326,6 +326,11 @@ class RaySite:
         port = _port_of(self.config.learner.weightbus.listen) or host.free_port(2)
         self._learner_address = host.address
         self._bus_endpoint = f"tcp://{Address(host.address, port)}"
+
+    def _key_of(self, plan: RolePlan) -> ClientKey:
+        """Return the key of a process: one per host and role."""
+        role = key_role(plan.name)
+        return self._key(f"{self._places.hosts[plan.name].address}.{role}", role)
 
     def _key(self, name: str, role: Role) -> ClientKey:
         """Return the key of this name, which is made the first time."""
