@@ -33,7 +33,7 @@ from slipstream.learner.nodes.membership import (
 from slipstream.learner.stop import StopRequest
 from slipstream.weightbus.hosts.follower import HostFollower, following
 from slipstream.weightbus.hosts.leader import HostLeader, leading
-from slipstream.weightbus.hosts.membership import Membership
+from slipstream.weightbus.hosts.membership import MOST_TEXT, Membership
 from slipstream.weightbus.hosts.verdict import (
     EXPLAIN_S,
     SETTLE_S,
@@ -42,11 +42,13 @@ from slipstream.weightbus.hosts.verdict import (
     ended_by,
     verdict_of,
 )
+from slipstream.weightbus.net.threads import in_own_thread
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
@@ -102,9 +104,11 @@ class NodeWatch:
         self._file = key_file(settings)
         self._end_timeout_s = settings.learner.timeout_s
         self._link: HostLeader | HostFollower | None = None
-        self._store: tuple[Address, socket.socket | None] | None = None  # where the ranks meet
+        self._store: tuple[Address, socket.socket | None] | None = (
+            None  # meeting point of the ranks
+        )
         self._found: HostEnd | None = None  # verdict on this node's end
-        self._own: HostEnd | None = None  # end of this node that the others are told
+        self._own: HostEnd | None = None  # end of this node, for the others
         self._children: Mapping[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # decides which thread ends the process
         self._is_handled = False  # the training thread ends the process
@@ -220,12 +224,10 @@ class NodeWatch:
     def _named(self, node: int) -> str:
         if self._link is None:
             return self._place.layout.named(node, socket.gethostname())
-        return (self._link.book if isinstance(self._link, HostLeader) else self._link).named(node)
+        return self._link.named(node)
 
     def _line(self, end: HostEnd) -> str:
-        if self._link is not None:
-            return self._link.line(end)
-        return f"{self._named(end.node)} ended: {end.text}"
+        return f"{self._named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"
 
     # ---- the link ------------------------------------------------------------
 
@@ -262,12 +264,10 @@ class NodeWatch:
         It may be restarted then.
         """
         follower = self._link = HostFollower(self._membership(key))
-        async with (
-            following(follower, lambda: self._parting(follower, self._own)) as linking,
-            running(self._until_key_changes(key)) as (changing,),
-        ):
+        async with following(follower, lambda: self._own or ended_by(self._node, None)) as linking:
             try:
-                start = await unless(follower.until_started(patience), linking, changing)
+                async with running(self._until_key_changes(key)) as (changing,):
+                    start = await unless(follower.until_started(patience), linking, changing)
             except PeerLostError:
                 if patience.is_over():
                     raise
@@ -277,11 +277,8 @@ class NodeWatch:
                 self._store = Address(start.host, start.port), None
             elif follower.end is None:
                 return False
-            await self._watch(
-                lambda: self._seen_by_follower(follower, linking),
-                lambda end: follower.leave(self._parting(follower, end)),
-                follower,
-            )
+            seen = lambda: self._seen_by_follower(follower, linking)  # noqa: E731
+            await self._watch(seen, follower.leave, follower)
         return True
 
     def _membership(self, key: ClientKey) -> Membership:
@@ -300,8 +297,8 @@ class NodeWatch:
             "there; run.dir must be on a file system that all nodes share, at the same path"
         )
         shown_s = 0.0  # time in which something listened there
-        while (key := await asyncio.to_thread(newest_key, file)) is None:
-            is_there = await asyncio.to_thread(is_listened_at, address)
+        while (key := await in_own_thread(lambda: newest_key(file))) is None:
+            is_there = await in_own_thread(lambda: is_listened_at(address))
             if shown_s > _SEEN_S:
                 raise ConfigError(f"{own} does not see {lacks}")
             if patience.is_over():
@@ -316,14 +313,8 @@ class NodeWatch:
         return key
 
     async def _until_key_changes(self, key: ClientKey) -> None:
-        while await asyncio.to_thread(newest_key, self._file) in {None, key}:  # noqa: ASYNC110 a file
+        while await in_own_thread(lambda: newest_key(self._file)) in {None, key}:  # noqa: ASYNC110 a file
             await asyncio.sleep(_POLL_KEY_S)
-
-    def _parting(self, follower: HostFollower, own: HostEnd | None) -> str:
-        """Return what node 0 is told of this node's end; empty if it was asked for, or told."""
-        if own is None or own.is_orderly or follower.end is not None:
-            return ""
-        return own.text if own.node == self._node else self._line(own)
 
     # ---- the watch -----------------------------------------------------------
 
@@ -356,25 +347,15 @@ class NodeWatch:
         book = leader.book
         if book.ended:
             self._note_trouble()
-        known = HostEnd(0, f"it hears no other node any more: {leader.deaf}")
-        silent = book.silent(EXPLAIN_S)
-        return self._view(
-            known if leader.deaf else None,
-            {node: text for node, text in silent.items() if node not in book.ended},
-            reported=book.ended,
-            stopping=book.stopping,
-        )
+        deaf = HostEnd(0, f"it hears no other node any more: {leader.deaf}")
+        known = deaf if leader.deaf else None
+        return self._view(known, book.silent(EXPLAIN_S), book.ended, book.stopping)
 
     def _seen_by_follower(self, follower: HostFollower, linking: "asyncio.Task[None]") -> HostView:
-        known, silent = follower.end, dict[int, str]()
-        if follower.silent_s >= EXPLAIN_S:
-            silent = {0: f"it gave no sign of life for {EXPLAIN_S:g} s"}
-        if known is not None and not known.text:
-            known = None  # all work is done
+        known = follower.end if follower.end is not None and follower.end.text else None
         if known is None and linking.done():
-            why = follower.lost or str(linking.exception())
-            known = HostEnd(0, why)
-        return self._view(known, silent)
+            known = HostEnd(0, follower.lost or str(linking.exception()))
+        return self._view(known, follower.silent(EXPLAIN_S))
 
     def _view(
         self,

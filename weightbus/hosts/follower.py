@@ -82,6 +82,12 @@ class HostFollower:
         """Return a node's name in logs."""
         return self._place.named(node, self._hosts.get(node, ""))
 
+    def silent(self, limit_s: float) -> dict[int, str]:
+        """Return node 0 with a text if it has been silent for ``limit_s``; as a book does."""
+        if self.silent_s < limit_s:
+            return {}
+        return {0: f"it gave no sign of life for {limit_s:g} s"}
+
     def line(self, end: HostEnd) -> str:
         """Return a line with an end as the reason of this node's end."""
         return f"{self.named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"
@@ -180,7 +186,7 @@ class HostFollower:
                 self.silent_s += min(gap_s, LONGEST_GAP_S)
             if self.silent_s >= limit_s:
                 setting = f"{self._own.section}.node_silence_s"
-                self._lose(f"it gave no sign of life for {limit_s:g} s ({setting})")
+                self._lose(f"{self.silent(limit_s)[0]} ({setting})")
             self._wake()
 
     def _lose(self, why: str) -> None:
@@ -236,29 +242,28 @@ class HostFollower:
         if self.is_admitted and not self._has_left:
             await self.send(self._sign())
 
-    async def leave(self, reason: str = "") -> None:
-        """Tell node 0 once that this node ends; without a reason it was asked to."""
+    async def leave(self, end: HostEnd) -> None:
+        """Tell node 0 once why this node ends, unless node 0 has ordered it."""
         if self._has_left:
             return
         self._has_left = True
-        await self.send(
-            FollowerEnds(
-                node=self._place.node,
-                incarnation=self.incarnation,
-                reason=one_line(reason, most=MOST_TEXT),
-            )
-        )
+        why = ""
+        if not end.is_orderly and self.end is None:
+            why = end.text if end.node == self._place.node else self.line(end)
+        reason = one_line(why, most=MOST_TEXT)
+        node, incarnation = self._place.node, self.incarnation
+        await self.send(FollowerEnds(node=node, incarnation=incarnation, reason=reason))
 
 
 @asynccontextmanager
 async def following(
-    follower: HostFollower, why: Callable[[], str]
+    follower: HostFollower, why: Callable[[], HostEnd]
 ) -> "AsyncIterator[asyncio.Task[None]]":
     """Keep up a link while the block runs, then leave; yield the task that keeps it up.
 
     Args:
         follower: The link.
-        why: Returns why this node ends; empty if it was asked to.
+        why: Returns the end of this node.
     """
     context = zmq.asyncio.Context()
     socket = follower.open(context)

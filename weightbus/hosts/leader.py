@@ -211,6 +211,10 @@ class HostLeader:
         """Return the names of nodes in logs."""
         return ", ".join(self.book.named(node) for node in nodes)
 
+    def named(self, node: int) -> str:
+        """Return a node's name in logs."""
+        return self.book.named(node)
+
     def line(self, end: HostEnd) -> str:
         """Return a line with an end as the reason of this node's end."""
         return f"{self.book.named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"

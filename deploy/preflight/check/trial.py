@@ -44,7 +44,7 @@ def first_prompt(config: RunConfig) -> Prompt:
     """Return the first prompt of a run's data.
 
     Raises:
-        ConfigError: there is none, or it is no prompt; naming the setting.
+        ConfigError: there are no rows, or the first is not a prompt; the text names the setting.
     """
     data = local_data(config.broker.data, config.run)
     source = training_sources(data)[0]
@@ -81,7 +81,7 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
 
 
 def _counted(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Yield prompts, and say to who has asked which one it is."""
+    """Yield prompts, and report the number of the current one."""
     for number, prompt in enumerate(prompts):
         if number % _TOLD_ROWS == 0:
             what = f"looking at the data: row {number:,} of {len(prompts):,}"
