@@ -16,9 +16,10 @@ from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
 from slipstream.generators.versions.received import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
+from slipstream.weightbus.hosts.explained import explained
 from slipstream.weightbus.hosts.follower import following
 from slipstream.weightbus.hosts.membership import HostPlace
-from slipstream.weightbus.hosts.verdict import EXPLAIN_S, SETTLE_S, HostEnd, ended_by, is_of_peers
+from slipstream.weightbus.hosts.verdict import ended_by
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
@@ -116,29 +117,11 @@ async def _raise_failure(
             if (code := process.process.poll()) is None:
                 raise
             own = process.reason()
-            if why := await _other_than(link, own):
-                raise PeerLostError(why) from error
+            end = await explained(link, own, FAILED)
+            if link.end is None and end.node != link.node:
+                raise PeerLostError(link.line(end)) from error
             if link.end is None:  # node 0 gets the first line
                 raise ChildDiedError(f"SGLang ended with code {code}: {own}\n{error}") from error
-
-
-async def _other_than(link: EngineFollower, own: str) -> str:
-    """Return why node 0 ended this node's server; empty if it did not, or reports the reason.
-
-    Args:
-        link: Link to node 0.
-        own: Reason that the server ended.
-    """
-    limit_s = EXPLAIN_S + SETTLE_S if is_of_peers(own) else SETTLE_S
-    try:
-        async with asyncio.timeout(limit_s):
-            while link.end is None and not link.silent(EXPLAIN_S):
-                await link.next_change()
-    except TimeoutError:
-        return ""
-    if link.end is not None:
-        return ""
-    return link.line(HostEnd(0, f"{FAILED} and {link.silent(EXPLAIN_S)[0]}"))
 
 
 def _end_as_told(link: EngineFollower) -> None:

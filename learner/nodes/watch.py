@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -34,14 +35,7 @@ from slipstream.learner.stop import StopRequest
 from slipstream.weightbus.hosts.follower import HostFollower, following
 from slipstream.weightbus.hosts.leader import HostLeader, leading
 from slipstream.weightbus.hosts.membership import MOST_TEXT, Membership
-from slipstream.weightbus.hosts.verdict import (
-    EXPLAIN_S,
-    SETTLE_S,
-    HostEnd,
-    HostView,
-    ended_by,
-    verdict_of,
-)
+from slipstream.weightbus.hosts.verdict import SETTLE_S, HostEnd, HostView, ended_by, verdict_of
 from slipstream.weightbus.net.threads import in_own_thread
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
@@ -62,7 +56,6 @@ _HEAR_S = 10.0  # after a failed collective: time to hear the reason
 _SEEN_S = 10.0  # time for node 0's file to appear on another node: file systems cache names
 _POLL_S = 0.05
 _POLL_KEY_S = 1.0
-_NOTHING: Mapping[int, HostEnd] = {}
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -250,7 +243,7 @@ class NodeWatch:
             with shown_key(self._file, key):
                 await leader.until_all_are_there()
                 self._store = await leader.start_all()
-                await self._watch(lambda: self._seen_by_leader(leader), leader.finish)
+                await self._watch(leader)
 
     async def _follow(self) -> None:
         limit_s = self._settings.learner.rendezvous_timeout_s
@@ -277,8 +270,7 @@ class NodeWatch:
                 self._store = Address(start.host, start.port), None
             elif follower.end is None:
                 return False
-            seen = lambda: self._seen_by_follower(follower, linking)  # noqa: E731
-            await self._watch(seen, follower.leave, follower)
+            await self._watch(follower)
         return True
 
     def _membership(self, key: ClientKey) -> Membership:
@@ -318,22 +310,18 @@ class NodeWatch:
 
     # ---- the watch -----------------------------------------------------------
 
-    async def _watch(
-        self,
-        seen: Callable[[], HostView],
-        tell: Callable[[HostEnd], Awaitable[None]],
-        follower: HostFollower | None = None,
-    ) -> None:
+    async def _watch(self, link: HostLeader | HostFollower) -> None:
         """Return once this process has to end around its training, which does not end by itself."""
         while True:
             arrived = self._stop.arrived
-            if follower is not None and arrived and follower.state == "running":
-                await follower.report("stopping")
-            self._found = self._found or verdict_of(seen())
-            if follower is not None and arrived > 1:
-                self._found = HostEnd(self._node, "it was asked to end twice", is_orderly=True)
+            self._found = self._found or verdict_of(self._view(link))
+            if isinstance(link, HostFollower) and arrived:
+                if link.state == "running":
+                    await link.report("stopping")
+                if arrived > 1:
+                    self._found = HostEnd(self._node, "it was asked to end twice", is_orderly=True)
             if self._found is not None:
-                await tell(self._found)
+                await link.tell(self._found)
                 by_itself = self._found.node != self._node or not arrived
                 await asyncio.sleep(_GRACE_S if by_itself else 0.0)
                 self._lock.acquire()  # the training thread does not get it any more
@@ -343,46 +331,23 @@ class NodeWatch:
                 self._lock.release()
             await asyncio.sleep(_WATCH_S)
 
-    def _seen_by_leader(self, leader: HostLeader) -> HostView:
-        book = leader.book
-        if book.ended:
-            self._note_trouble()
-        deaf = HostEnd(0, f"it hears no other node any more: {leader.deaf}")
-        known = deaf if leader.deaf else None
-        return self._view(known, book.silent(EXPLAIN_S), book.ended, book.stopping)
-
-    def _seen_by_follower(self, follower: HostFollower, linking: "asyncio.Task[None]") -> HostView:
-        known = follower.end if follower.end is not None and follower.end.text else None
-        if known is None and linking.done():
-            known = HostEnd(0, follower.lost or str(linking.exception()))
-        return self._view(known, follower.silent(EXPLAIN_S))
-
-    def _view(
-        self,
-        known: HostEnd | None,
-        silent: Mapping[int, str],
-        reported: Mapping[int, HostEnd] = _NOTHING,
-        stopping: Sequence[int] = (),
-    ) -> HostView:
+    def _view(self, link: HostLeader | HostFollower) -> HostView:
+        view = link.view("a collective failed")
         codes = {rank: code for rank, child in self._children.items() if (code := child.poll())}
         own, own_is_caused = end_of_ranks(codes)
-        if own:
+        if own or view.reported:
             self._note_trouble()
         since_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
-        failed = {node: f"a collective failed and {text}" for node, text in silent.items()}
-        return HostView(
-            node=self._node,
-            known=known,
+        return replace(
+            view,
             own=own,
             own_is_caused=own_is_caused,
-            reported=reported,
-            silent=failed if since_s > SETTLE_S else {},
-            stopping=frozenset(stopping),
-            stop_is_ours=self._may_be_ours(stopping),
+            silent=view.silent if since_s > SETTLE_S else {},
+            stop_is_ours=self._may_be_ours(view.stopping),
             is_final=since_s > _HEAR_S,
         )
 
-    def _may_be_ours(self, stopping: Sequence[int]) -> bool:
+    def _may_be_ours(self, stopping: Set[int]) -> bool:
         """Return True while a stop of other nodes may be a stop of the whole learner."""
         if not stopping or self._stop.arrived:
             return True

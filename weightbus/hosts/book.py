@@ -119,13 +119,13 @@ class HostBook:
         if self._end is not None:
             return
         limit_s = GONE_S if self._start is None else self._own.silence_s
-        for node, why in self.silent(limit_s).items():
+        for node, silence in self.silent(limit_s).items():
             if self._start is None:
-                _log.warning("%s: %s; another is waited for", self.named(node), why)
+                _log.warning("%s: %s; another is waited for", self.named(node), silence)
                 del self.known[node]
             else:
                 setting = f"{self._own.section}.node_silence_s"
-                self.ended.setdefault(node, HostEnd(node, f"{why} ({setting})"))
+                self.ended.setdefault(node, HostEnd(node, f"{silence} ({setting})"))
 
     def heard(self, peer: bytes, message: Follow | Following | FollowerEnds) -> ToFollower | None:
         """Return the answer to a message that came over a connection, if any."""

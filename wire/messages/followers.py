@@ -117,7 +117,7 @@ class EndNode(FollowerMessage, frozen=True):
 
     reason: Text  # why the first node ended; empty after all work
     node: AnyNode = 0  # the node that ended first
-    host: HostName = ""  # that node's
+    host: HostName = ""  # name of its host
     is_orderly: bool = False
 
 

@@ -73,10 +73,10 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
         outcome = warn if is_missing(error) else fail
         return [outcome("data", f"no reward has read its rows here: {error}", "reward.function")]
     return [
-        (fail if len(one.unread) == one.num_rows and not environment.is_named else warn)(
-            "data", one.found, "reward.function"
+        (fail if len(reading.unread) == reading.num_rows and not environment.is_named else warn)(
+            "data", reading.found, "reward.function"
         )
-        for one in readings
+        for reading in readings
     ]
 
 
@@ -98,7 +98,7 @@ def observe_data(config: RunConfig) -> list[Fact]:
     except ConfigError as error:
         return [fail("data", str(error))]
     counts, prompts = loaded.counts(), [*loaded.training.rows(), *loaded.held_out]
-    trouble = [warn("data", found) for found in odd_shapes(prompts)]
+    trouble = [warn("data", shape) for shape in odd_shapes(prompts)]
     trouble += judge_readings(config, prompts)
     found = f"{counts['rows']:,} prompts, {counts['eval_problems']:,} held-out problems"
     if skipped := counts["rows_skipped"]:
