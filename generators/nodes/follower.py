@@ -15,7 +15,6 @@ class EngineFollower(HostFollower):
     def __init__(self, own: Membership) -> None:
         """Connect to nothing yet; ``open`` does."""
         super().__init__(own)
-        self._node = own.place.node
         self._last: FetchedThere | None = None
         self._taken = 0  # number of the last order to fetch
         self.fetches: asyncio.Queue[FetchToo] = asyncio.Queue(MAX_WAITING)
@@ -33,7 +32,7 @@ class EngineFollower(HostFollower):
     async def answer(self, command_id: int, *, error: str = "", num_bytes: int = 0) -> None:
         """Tell node 0 the result of a fetch."""
         self._last = FetchedThere(
-            node=self._node,
+            node=self.node,
             incarnation=self.incarnation,
             command_id=command_id,
             error=error,

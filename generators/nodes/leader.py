@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from typing_extensions import override
@@ -14,17 +15,10 @@ from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.nodes.membership import membership_of
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.start_order import EngineNode
+from slipstream.weightbus.hosts.explained import explained
 from slipstream.weightbus.hosts.leader import HostLeader, leading
 from slipstream.weightbus.hosts.membership import MOST_TEXT, HostPlace, Membership
-from slipstream.weightbus.hosts.verdict import (
-    EXPLAIN_S,
-    SETTLE_S,
-    HostEnd,
-    HostView,
-    ended_by,
-    is_of_peers,
-    verdict_of,
-)
+from slipstream.weightbus.hosts.verdict import HostEnd, ended_by, verdict_of
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, PublishError
 from slipstream.wire.messages.followers import FetchedThere, FetchToo, HostAnswered
 from slipstream.wire.messages.weightbus import Receive, RelayAddress
@@ -111,7 +105,8 @@ class EngineLeader(HostLeader):
                 self._is_stopping = True
                 self._on_stop()
             await self.next_change()
-        raise PeerLostError(self.line(self._verdict("")))
+        end = verdict_of(replace(self.view(FAILED), silent={}, is_final=True))
+        raise PeerLostError(self.line(end or HostEnd(0, "for no known reason")))
 
     async def explained(self, work: Awaitable[T], process: SglangProcess) -> T:
         """Return the result of some work on this node's server; name the node that made it fail.
@@ -124,26 +119,10 @@ class EngineLeader(HostLeader):
         try:
             return await work
         except (ChildDiedError, ConfigError) as error:
-            own = process.reason()
-            end_s = self.now() + SETTLE_S + (EXPLAIN_S if is_of_peers(own) else 0.0)
-            while self.now() < end_s and not (self.book.ended or self.book.silent(EXPLAIN_S)):
-                await self.next_change()
-            if (end := self._verdict(own)).node:
+            end = await explained(self, process.reason(), FAILED)
+            if end.node:
                 raise PeerLostError(self.line(end)) from error
             raise
-
-    def _verdict(self, own: str) -> HostEnd:
-        """Return the end that ended the engine; ``own`` is why this node's server ended, if so."""
-        silent = self.book.silent(EXPLAIN_S) if own else {}
-        view = HostView(
-            node=0,
-            own=own,
-            own_is_caused=is_of_peers(own),
-            reported=self.book.ended,
-            silent={node: f"{FAILED} and {text}" for node, text in silent.items()},
-            is_final=True,
-        )
-        return verdict_of(view) or HostEnd(0, "for no known reason")
 
     async def dismiss(self, error: BaseException | None, *, is_orderly: bool = False) -> None:
         """Order the other nodes to end, as this one does.
@@ -152,7 +131,7 @@ class EngineLeader(HostLeader):
             error: Error that ends this node.
             is_orderly: True if it was asked to end, whatever the error is.
         """
-        await self.finish(ended_by(0, None if is_orderly else error))
+        await self.tell(ended_by(0, None if is_orderly else error))
 
     # ---- versions ------------------------------------------------------------
 

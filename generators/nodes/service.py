@@ -16,10 +16,11 @@ from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
 from slipstream.generators.versions.received import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
+from slipstream.weightbus.hosts.explained import explained
 from slipstream.weightbus.hosts.follower import following
 from slipstream.weightbus.hosts.membership import HostPlace
-from slipstream.weightbus.hosts.verdict import EXPLAIN_S, SETTLE_S, HostEnd, is_of_peers
-from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, text_of
+from slipstream.weightbus.hosts.verdict import ended_by
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
@@ -47,17 +48,13 @@ async def follow(
     tensors = model_tensors(settings.model, dtype=settings.dtype)
     own = membership_of(settings, name, place)
     link = EngineFollower(own)
-
-    def why() -> str:
-        error = sys.exception()
-        return text_of(error) if error is not None and link.end is None else ""
-
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
         part = f"{name}-node-{place.node}"
         staging = await cleanup.enter_async_context(room_for(settings, part, tensors))
-        linking = await cleanup.enter_async_context(following(link, why))
+        keeping_up = following(link, lambda: ended_by(place.node, sys.exception()))
+        linking = await cleanup.enter_async_context(keeping_up)
         order = await unless(link.until_started(), stopping, linking)
         if order is None:
             _end_as_told(link)
@@ -120,29 +117,11 @@ async def _raise_failure(
             if (code := process.process.poll()) is None:
                 raise
             own = process.reason()
-            if why := await _other_than(link, own):
-                raise PeerLostError(why) from error
+            end = await explained(link, own, FAILED)
+            if link.end is None and end.node != link.node:
+                raise PeerLostError(link.line(end)) from error
             if link.end is None:  # node 0 gets the first line
                 raise ChildDiedError(f"SGLang ended with code {code}: {own}\n{error}") from error
-
-
-async def _other_than(link: EngineFollower, own: str) -> str:
-    """Return why node 0 ended this node's server; empty if it did not, or reports the reason.
-
-    Args:
-        link: Link to node 0.
-        own: Reason that the server ended.
-    """
-    limit_s = EXPLAIN_S + SETTLE_S if is_of_peers(own) else SETTLE_S
-    try:
-        async with asyncio.timeout(limit_s):
-            while link.end is None and link.silent_s < EXPLAIN_S:
-                await link.next_change()
-    except TimeoutError:
-        return ""
-    if link.end is not None:
-        return ""
-    return link.line(HostEnd(0, f"{FAILED} and it gave no sign of life for {EXPLAIN_S:g} s"))
 
 
 def _end_as_told(link: EngineFollower) -> None:

@@ -1,7 +1,7 @@
 """Membership of a host in a learner, and the key that its hosts share through the run folder.
 
-Node 0 writes a new key at each start, where only the owner of the run can read it. Whoever proves
-the key sees the run folder, which all hosts of a learner must share.
+Node 0 writes a new key at each start, where only the owner of the run can read it. A host that
+proves the key sees the run folder, which all hosts of a learner must share.
 """
 
 import socket

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -33,20 +34,15 @@ from slipstream.learner.nodes.membership import (
 from slipstream.learner.stop import StopRequest
 from slipstream.weightbus.hosts.follower import HostFollower, following
 from slipstream.weightbus.hosts.leader import HostLeader, leading
-from slipstream.weightbus.hosts.membership import Membership
-from slipstream.weightbus.hosts.verdict import (
-    EXPLAIN_S,
-    SETTLE_S,
-    HostEnd,
-    HostView,
-    ended_by,
-    verdict_of,
-)
+from slipstream.weightbus.hosts.membership import MOST_TEXT, Membership
+from slipstream.weightbus.hosts.verdict import SETTLE_S, HostEnd, HostView, ended_by, verdict_of
+from slipstream.weightbus.net.threads import in_own_thread
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.visible import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
@@ -60,7 +56,6 @@ _HEAR_S = 10.0  # after a failed collective: time to hear the reason
 _SEEN_S = 10.0  # time for node 0's file to appear on another node: file systems cache names
 _POLL_S = 0.05
 _POLL_KEY_S = 1.0
-_NOTHING: Mapping[int, HostEnd] = {}
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -102,9 +97,11 @@ class NodeWatch:
         self._file = key_file(settings)
         self._end_timeout_s = settings.learner.timeout_s
         self._link: HostLeader | HostFollower | None = None
-        self._store: tuple[Address, socket.socket | None] | None = None  # where the ranks meet
+        self._store: tuple[Address, socket.socket | None] | None = (
+            None  # meeting point of the ranks
+        )
         self._found: HostEnd | None = None  # verdict on this node's end
-        self._own: HostEnd | None = None  # end of this node that the others are told
+        self._own: HostEnd | None = None  # end of this node, for the others
         self._children: Mapping[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # decides which thread ends the process
         self._is_handled = False  # the training thread ends the process
@@ -220,12 +217,10 @@ class NodeWatch:
     def _named(self, node: int) -> str:
         if self._link is None:
             return self._place.layout.named(node, socket.gethostname())
-        return (self._link.book if isinstance(self._link, HostLeader) else self._link).named(node)
+        return self._link.named(node)
 
     def _line(self, end: HostEnd) -> str:
-        if self._link is not None:
-            return self._link.line(end)
-        return f"{self._named(end.node)} ended: {end.text}"
+        return f"{self._named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"
 
     # ---- the link ------------------------------------------------------------
 
@@ -248,7 +243,7 @@ class NodeWatch:
             with shown_key(self._file, key):
                 await leader.until_all_are_there()
                 self._store = await leader.start_all()
-                await self._watch(lambda: self._seen_by_leader(leader), leader.finish)
+                await self._watch(leader)
 
     async def _follow(self) -> None:
         limit_s = self._settings.learner.rendezvous_timeout_s
@@ -262,12 +257,10 @@ class NodeWatch:
         It may be restarted then.
         """
         follower = self._link = HostFollower(self._membership(key))
-        async with (
-            following(follower, lambda: self._parting(follower, self._own)) as linking,
-            running(self._until_key_changes(key)) as (changing,),
-        ):
+        async with following(follower, lambda: self._own or ended_by(self._node, None)) as linking:
             try:
-                start = await unless(follower.until_started(patience), linking, changing)
+                async with running(self._until_key_changes(key)) as (changing,):
+                    start = await unless(follower.until_started(patience), linking, changing)
             except PeerLostError:
                 if patience.is_over():
                     raise
@@ -277,11 +270,7 @@ class NodeWatch:
                 self._store = Address(start.host, start.port), None
             elif follower.end is None:
                 return False
-            await self._watch(
-                lambda: self._seen_by_follower(follower, linking),
-                lambda end: follower.leave(self._parting(follower, end)),
-                follower,
-            )
+            await self._watch(follower)
         return True
 
     def _membership(self, key: ClientKey) -> Membership:
@@ -300,8 +289,8 @@ class NodeWatch:
             "there; run.dir must be on a file system that all nodes share, at the same path"
         )
         shown_s = 0.0  # time in which something listened there
-        while (key := await asyncio.to_thread(newest_key, file)) is None:
-            is_there = await asyncio.to_thread(is_listened_at, address)
+        while (key := await in_own_thread(lambda: newest_key(file))) is None:
+            is_there = await in_own_thread(lambda: is_listened_at(address))
             if shown_s > _SEEN_S:
                 raise ConfigError(f"{own} does not see {lacks}")
             if patience.is_over():
@@ -316,33 +305,23 @@ class NodeWatch:
         return key
 
     async def _until_key_changes(self, key: ClientKey) -> None:
-        while await asyncio.to_thread(newest_key, self._file) in {None, key}:  # noqa: ASYNC110 a file
+        while await in_own_thread(lambda: newest_key(self._file)) in {None, key}:  # noqa: ASYNC110 a file
             await asyncio.sleep(_POLL_KEY_S)
-
-    def _parting(self, follower: HostFollower, own: HostEnd | None) -> str:
-        """Return what node 0 is told of this node's end; empty if it was asked for, or told."""
-        if own is None or own.is_orderly or follower.end is not None:
-            return ""
-        return own.text if own.node == self._node else self._line(own)
 
     # ---- the watch -----------------------------------------------------------
 
-    async def _watch(
-        self,
-        seen: Callable[[], HostView],
-        tell: Callable[[HostEnd], Awaitable[None]],
-        follower: HostFollower | None = None,
-    ) -> None:
+    async def _watch(self, link: HostLeader | HostFollower) -> None:
         """Return once this process has to end around its training, which does not end by itself."""
         while True:
             arrived = self._stop.arrived
-            if follower is not None and arrived and follower.state == "running":
-                await follower.report("stopping")
-            self._found = self._found or verdict_of(seen())
-            if follower is not None and arrived > 1:
-                self._found = HostEnd(self._node, "it was asked to end twice", is_orderly=True)
+            self._found = self._found or verdict_of(self._view(link))
+            if isinstance(link, HostFollower) and arrived:
+                if link.state == "running":
+                    await link.report("stopping")
+                if arrived > 1:
+                    self._found = HostEnd(self._node, "it was asked to end twice", is_orderly=True)
             if self._found is not None:
-                await tell(self._found)
+                await link.tell(self._found)
                 by_itself = self._found.node != self._node or not arrived
                 await asyncio.sleep(_GRACE_S if by_itself else 0.0)
                 self._lock.acquire()  # the training thread does not get it any more
@@ -352,56 +331,23 @@ class NodeWatch:
                 self._lock.release()
             await asyncio.sleep(_WATCH_S)
 
-    def _seen_by_leader(self, leader: HostLeader) -> HostView:
-        book = leader.book
-        if book.ended:
-            self._note_trouble()
-        known = HostEnd(0, f"it hears no other node any more: {leader.deaf}")
-        silent = book.silent(EXPLAIN_S)
-        return self._view(
-            known if leader.deaf else None,
-            {node: text for node, text in silent.items() if node not in book.ended},
-            reported=book.ended,
-            stopping=book.stopping,
-        )
-
-    def _seen_by_follower(self, follower: HostFollower, linking: "asyncio.Task[None]") -> HostView:
-        known, silent = follower.end, dict[int, str]()
-        if follower.silent_s >= EXPLAIN_S:
-            silent = {0: f"it gave no sign of life for {EXPLAIN_S:g} s"}
-        if known is not None and not known.text:
-            known = None  # all work is done
-        if known is None and linking.done():
-            why = follower.lost or str(linking.exception())
-            known = HostEnd(0, why)
-        return self._view(known, silent)
-
-    def _view(
-        self,
-        known: HostEnd | None,
-        silent: Mapping[int, str],
-        reported: Mapping[int, HostEnd] = _NOTHING,
-        stopping: Sequence[int] = (),
-    ) -> HostView:
+    def _view(self, link: HostLeader | HostFollower) -> HostView:
+        view = link.view("a collective failed")
         codes = {rank: code for rank, child in self._children.items() if (code := child.poll())}
         own, own_is_caused = end_of_ranks(codes)
-        if own:
+        if own or view.reported:
             self._note_trouble()
         since_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
-        failed = {node: f"a collective failed and {text}" for node, text in silent.items()}
-        return HostView(
-            node=self._node,
-            known=known,
+        return replace(
+            view,
             own=own,
             own_is_caused=own_is_caused,
-            reported=reported,
-            silent=failed if since_s > SETTLE_S else {},
-            stopping=frozenset(stopping),
-            stop_is_ours=self._may_be_ours(stopping),
+            silent=view.silent if since_s > SETTLE_S else {},
+            stop_is_ours=self._may_be_ours(view.stopping),
             is_final=since_s > _HEAR_S,
         )
 
-    def _may_be_ours(self, stopping: Sequence[int]) -> bool:
+    def _may_be_ours(self, stopping: Set[int]) -> bool:
         """Return True while a stop of other nodes may be a stop of the whole learner."""
         if not stopping or self._stop.arrived:
             return True

@@ -28,7 +28,7 @@ _SIGNS_OF_TWO = 2  # signs of life since another process came as the same node: 
 
 
 @dataclass(slots=True)
-class Member:
+class JoinedHost:
     """A process that is a node."""
 
     node: int
@@ -62,7 +62,7 @@ class HostBook:
         self._looked_s = now_s
         self._start: StartNode | None = None
         self._end: EndNode | None = None
-        self.known: dict[int, Member] = {}
+        self.known: dict[int, JoinedHost] = {}
         self.ended: dict[int, HostEnd] = {}  # ends of nodes after the start
         self.refused = ""  # reason of the last refusal
         self.differs = ""  # the same of a node that differs
@@ -119,13 +119,13 @@ class HostBook:
         if self._end is not None:
             return
         limit_s = GONE_S if self._start is None else self._own.silence_s
-        for node, why in self.silent(limit_s).items():
+        for node, silence in self.silent(limit_s).items():
             if self._start is None:
-                _log.warning("%s: %s; another is waited for", self.named(node), why)
+                _log.warning("%s: %s; another is waited for", self.named(node), silence)
                 del self.known[node]
             else:
                 setting = f"{self._own.section}.node_silence_s"
-                self.ended.setdefault(node, HostEnd(node, f"{why} ({setting})"))
+                self.ended.setdefault(node, HostEnd(node, f"{silence} ({setting})"))
 
     def heard(self, peer: bytes, message: Follow | Following | FollowerEnds) -> ToFollower | None:
         """Return the answer to a message that came over a connection, if any."""
@@ -146,7 +146,7 @@ class HostBook:
             return self._start
         return self._accepted
 
-    def _gone(self, member: Member, reason: str) -> None:
+    def _gone(self, member: JoinedHost, reason: str) -> None:
         node, named = member.node, self.named(member.node)
         if self._end is not None:
             _log.info("%s has ended", named)
@@ -158,7 +158,7 @@ class HostBook:
         del self.known[node]
 
     def _from_stranger(
-        self, peer: bytes, message: Follow | Following | FollowerEnds, member: Member | None
+        self, peer: bytes, message: Follow | Following | FollowerEnds, member: JoinedHost | None
     ) -> ToFollower | None:
         if isinstance(message, FollowerEnds):
             return None
@@ -180,13 +180,13 @@ class HostBook:
         if message.node in self.ended or self._end is not None:
             return None  # all end; the process finds the next node 0
         self._hosts[message.node] = message.host
-        self.known[message.node] = Member(
+        self.known[message.node] = JoinedHost(
             message.node, message.incarnation, message.host, message.pid, peer
         )
         _log.info("%s is there", named)
         return self._accepted
 
-    def _from_double(self, message: Follow, member: Member) -> ToFollower | None:
+    def _from_double(self, message: Follow, member: JoinedHost) -> ToFollower | None:
         """Refuse a second process of a node once the first has shown that it lives."""
         if member.double != message.incarnation:
             member.double, member.num_signs_then = message.incarnation, member.num_signs

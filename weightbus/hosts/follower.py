@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from slipstream.weightbus.hosts.membership import LINGER_MS, LONGEST_GAP_S, MOST_TEXT, Membership
-from slipstream.weightbus.hosts.verdict import HostEnd
+from slipstream.weightbus.hosts.verdict import EXPLAIN_S, HostEnd, HostView
 from slipstream.weightbus.net.curve import connect
 from slipstream.weightbus.net.listening import endpoint_of
 from slipstream.wire.errors import (
@@ -22,6 +22,7 @@ from slipstream.wire.errors import (
     PeerLostError,
     ProtocolError,
     SlipstreamError,
+    text_of,
 )
 from slipstream.wire.messages.codec import decode_to_follower, encode
 from slipstream.wire.messages.followers import (
@@ -59,6 +60,7 @@ class HostFollower:
         """
         self._own = own
         self._place = own.place
+        self.node = own.place.node
         self._now = now
         self.incarnation = secrets.token_hex(4)
         self._hosts = {own.place.node: socket.gethostname()}
@@ -81,6 +83,16 @@ class HostFollower:
     def named(self, node: int) -> str:
         """Return a node's name in logs."""
         return self._place.named(node, self._hosts.get(node, ""))
+
+    def view(self, failed: str) -> HostView:
+        """Return what is known of node 0; ``failed`` is why silence counts so soon."""
+        known = HostEnd(0, self.lost) if self.lost else None
+        silence = f"{failed} and it gave no sign of life for {EXPLAIN_S:g} s"
+        return HostView(
+            node=self.node,
+            known=self.end if self.end is not None and self.end.text else known,
+            silent={0: silence} if self.silent_s >= EXPLAIN_S else {},
+        )
 
     def line(self, end: HostEnd) -> str:
         """Return a line with an end as the reason of this node's end."""
@@ -118,6 +130,11 @@ class HostFollower:
         except* SlipstreamError as errors:
             raise errors.exceptions[0] from errors
 
+    def deafened(self, linking: "asyncio.Task[None]") -> None:
+        """Note that nothing is heard any more; called when ``run`` ends."""
+        if not linking.cancelled() and (why := linking.exception()) is not None:
+            self.lost = self.lost or text_of(why)
+
     async def _read(self, link: zmq.asyncio.Socket) -> None:
         while True:
             frames = await link.recv_multipart()
@@ -146,7 +163,7 @@ class HostFollower:
     def _accepted(self, message: FollowerAccepted) -> None:
         if not self._leader:
             self._leader, self._hosts[0] = message.leader, message.host
-            own, address = self.named(self._place.node), self._place.address
+            own, address = self.named(self.node), self._place.address
             _log.info("%s follows %s at %s", own, self.named(0), address)
         elif message.leader != self._leader:
             self._lose(f"another process leads at {self._place.address} now")
@@ -160,7 +177,7 @@ class HostFollower:
             await asyncio.sleep(_SIGN_S)
 
     def _sign(self) -> ToLeader:
-        node, incarnation = self._place.node, self.incarnation
+        node, incarnation = self.node, self.incarnation
         if self._leader:
             return Following(node=node, incarnation=incarnation, state=self.state)
         return Follow(
@@ -213,7 +230,7 @@ class HostFollower:
         while self.start is None and self.end is None:
             if not self.is_admitted and patience.is_over():
                 raise PeerLostError(
-                    f"{self.named(self._place.node)} does not reach node 0 at {address} "
+                    f"{self.named(self.node)} does not reach node 0 at {address} "
                     f"(--rendezvous) within {limit_s:g} s ({own.section}.rendezvous_timeout_s): "
                     f"nobody listens there, or proves another key than this one ({own.key_source})"
                 )
@@ -236,37 +253,37 @@ class HostFollower:
         if self.is_admitted and not self._has_left:
             await self.send(self._sign())
 
-    async def leave(self, reason: str = "") -> None:
-        """Tell node 0 once that this node ends; without a reason it was asked to."""
+    async def tell(self, end: HostEnd) -> None:
+        """Tell node 0 once why this node ends, unless node 0 has ordered it."""
         if self._has_left:
             return
         self._has_left = True
-        await self.send(
-            FollowerEnds(
-                node=self._place.node,
-                incarnation=self.incarnation,
-                reason=one_line(reason, most=MOST_TEXT),
-            )
-        )
+        why = ""
+        if not end.is_orderly and self.end is None:
+            why = end.text if end.node == self.node else self.line(end)
+        reason = one_line(why, most=MOST_TEXT)
+        node, incarnation = self.node, self.incarnation
+        await self.send(FollowerEnds(node=node, incarnation=incarnation, reason=reason))
 
 
 @asynccontextmanager
 async def following(
-    follower: HostFollower, why: Callable[[], str]
+    follower: HostFollower, why: Callable[[], HostEnd]
 ) -> "AsyncIterator[asyncio.Task[None]]":
     """Keep up a link while the block runs, then leave; yield the task that keeps it up.
 
     Args:
         follower: The link.
-        why: Returns why this node ends; empty if it was asked to.
+        why: Returns the end of this node.
     """
     context = zmq.asyncio.Context()
     socket = follower.open(context)
     linking = asyncio.create_task(follower.run(socket))
+    linking.add_done_callback(follower.deafened)
     try:
         yield linking
     finally:
-        await follower.leave(why())
+        await follower.tell(why())
         linking.cancel()
         await asyncio.gather(linking, return_exceptions=True)
         socket.close()

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from slipstream.weightbus.hosts.book import HostBook
 from slipstream.weightbus.hosts.membership import LINGER_MS, MOST_TEXT, Membership
-from slipstream.weightbus.hosts.verdict import EXPLAIN_S, HostEnd
+from slipstream.weightbus.hosts.verdict import EXPLAIN_S, HostEnd, HostView
 from slipstream.weightbus.net.curve import MAX_BYTES, LeaderListener
 from slipstream.weightbus.net.listening import endpoint_of, listen_at
 from slipstream.wire.errors import ConfigError, PeerLostError, ProtocolError
@@ -177,7 +177,7 @@ class HostLeader:
 
     # ---- the end -------------------------------------------------------------
 
-    async def finish(self, end: HostEnd) -> None:
+    async def tell(self, end: HostEnd) -> None:
         """Order the other nodes to end, as this one does; the first such order stays."""
         if self.is_finished:
             return
@@ -211,6 +211,23 @@ class HostLeader:
         """Return the names of nodes in logs."""
         return ", ".join(self.book.named(node) for node in nodes)
 
+    def named(self, node: int) -> str:
+        """Return a node's name in logs."""
+        return self.book.named(node)
+
+    def view(self, failed: str) -> HostView:
+        """Return what is known of the other nodes; ``failed`` is why silence counts so soon."""
+        silent = self.book.silent(EXPLAIN_S)
+        deaf = HostEnd(0, f"it hears no other node any more: {self.deaf}")
+        return HostView(
+            node=0,
+            known=deaf if self.deaf else None,
+            reported=self.book.ended,
+            silent={node: f"{failed} and {text}" for node, text in silent.items()},
+            stopping=frozenset(self.book.stopping),
+            stop_is_ours=True,
+        )
+
     def line(self, end: HostEnd) -> str:
         """Return a line with an end as the reason of this node's end."""
         return f"{self.book.named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"
@@ -236,7 +253,7 @@ async def leading(
             try:
                 yield serving
             finally:
-                await leader.finish(why())
+                await leader.tell(why())
                 await leader.until_all_ended()
     finally:
         leader.close()

@@ -54,7 +54,7 @@ class HostView:
     node: int
     known: HostEnd | None = None  # reason known to the nodes already
     own: str = ""  # why a part of this node ended
-    own_is_caused: bool = False  # by another node
+    own_is_caused: bool = False  # another node is the cause
     reported: Mapping[int, HostEnd] = field(default_factory=dict)  # ends of other nodes
     silent: Mapping[int, str] = field(default_factory=dict)  # nodes silent for too long, with texts
     stopping: Set[int] = frozenset()  # nodes that were asked to end

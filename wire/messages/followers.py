@@ -77,7 +77,7 @@ class FollowerAccepted(FollowerMessage, frozen=True):
     """The answer to a sign of life; to the first one: the process is that node from now on."""
 
     leader: EngineName  # differs after each restart
-    host: HostName = ""  # of the leader
+    host: HostName = ""  # the leader's
 
 
 class FollowerRefused(FollowerMessage, frozen=True):
@@ -117,7 +117,7 @@ class EndNode(FollowerMessage, frozen=True):
 
     reason: Text  # why the first node ended; empty after all work
     node: AnyNode = 0  # the node that ended first
-    host: HostName = ""  # of that node
+    host: HostName = ""  # name of its host
     is_orderly: bool = False
 
 

@@ -6,6 +6,7 @@ host looks at itself by its own settings.
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -24,7 +25,7 @@ from slipstream.deploy.preflight.check.requests import HostRequest, LookAt
 from slipstream.weightbus.hosts.follower import MAX_WAITING, HostFollower, following
 from slipstream.weightbus.hosts.leader import HostLeader, leading
 from slipstream.weightbus.hosts.membership import HostPlace, Membership
-from slipstream.weightbus.hosts.verdict import HostEnd
+from slipstream.weightbus.hosts.verdict import HostEnd, ended_by
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey, read_client_key
 from slipstream.wire.messages.followers import AskHost, FetchedThere, FetchToo, HostAnswered
@@ -137,27 +138,24 @@ class FirstHost:
             ConfigError: this host cannot listen at the address, or has no keys for others.
         """
         self.config = config
-        hosts = config.deploy.hosts
+        first, *others = config.deploy.hosts
         self._leader = _Asking(_membership(config, 0, rendezvous))
-        self._cleanup, self._programs = AsyncExitStack(), ExitStack()
-        self._loop = BackgroundLoop()
-        self._loop.__enter__()
-        try:
-            link = leading(self._leader, lambda: HostEnd(0, "the check ended", is_orderly=True))
-            self._loop.run(self._cleanup.enter_async_context(link))
-            here = [plan for plan in plans if plan.host == hosts[0]]
-            own = self._programs.enter_context(
-                local_posts(here, node=hosts[0], address=rendezvous.host, progress=progress)
-            )
-        except BaseException:
-            self._end_link()
-            raise
+        ended = HostEnd(0, "the check ended", is_orderly=True)
+        with ExitStack() as stack:
+            self._loop = stack.enter_context(BackgroundLoop())
+            link = AsyncExitStack()
+            stack.callback(lambda: self._loop.run(link.aclose()))
+            self._loop.run(link.enter_async_context(leading(self._leader, lambda: ended)))
+            here = [plan for plan in plans if plan.host == first]
+            local = local_posts(here, node=first, address=rendezvous.host, progress=progress)
+            own = stack.enter_context(local)
+            self._cleanup = stack.pop_all()
         self.posts: Sequence[Post] = [
             *own,
             *(
                 Post(plan.name, plan.host, plan.host, self._asks(plan))
                 for plan in plans
-                if plan.host != hosts[0]
+                if plan.host in others
             ),
         ]
 
@@ -176,14 +174,9 @@ class FirstHost:
         for node in list(self._leader.book.known):
             self._loop.run(self._leader.ask(node, self.config.deploy.hosts[node], "", text, 0.0))
 
-    def _end_link(self) -> None:
-        self._loop.run(self._cleanup.aclose())
-        self._loop.__exit__(None, None, None)
-
     def close(self) -> None:
         """End the program of this host, and the meeting."""
-        self._programs.close()
-        self._end_link()
+        self._cleanup.close()
 
 
 class _Answering(HostFollower):
@@ -207,7 +200,7 @@ class _Answering(HostFollower):
             PeerLostError: the first host is missing, or has ended.
         """
         async with (
-            following(self, lambda: "") as linking,
+            following(self, lambda: ended_by(node, sys.exception())) as linking,
             running(self.until_started()) as (ended,),
         ):
             while self.reports is None:

@@ -84,94 +84,80 @@ def survey(
         progress: Called with the current activity.
         is_cluster: True if the run makes keys for its hosts, and all roles are connected over TCP.
     """
-    hosts: dict[str, _Host] = {}
+    by_name: dict[str, _Host] = {}
     for post in posts:
-        hosts.setdefault(post.node, _Host([])).posts.append(post)
-    _Survey(config, list(hosts.values()), progress, is_cluster=is_cluster).run()
-    return [host.report for host in hosts.values()]
-
-
-class _Survey:
-    def __init__(
-        self,
-        config: RunConfig,
-        hosts: list[_Host],
-        progress: Callable[[str], None],
-        *,
-        is_cluster: bool,
-    ) -> None:
-        self._hosts = hosts
-        self._progress = progress
-        self._is_cluster = is_cluster
-        self._bus = config.learner.weightbus
-        self._limit_s = config.broker.reward.timeout_s  # longest silent wait of a program
-        self._settings = resolved_text(config)
-
-    def run(self) -> None:
-        """Add the findings to every host."""
-        count = len(self._hosts)
-        self._progress(f"looking at {count} host{'s' if count > 1 else ''}")
-        threads = ThreadPoolExecutor(count, thread_name_prefix="check")
-        try:
-            list(threads.map(self._observe, self._hosts))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # they end with the programs they ask
-        learner = next(host for host in self._hosts if "learner" in host.roles)
-        for host in self._hosts:
-            if host is not learner:
-                self._compare(learner, host)
-            self._read_clock(host)
-
-    def _observe(self, host: _Host) -> None:
-        try:
-            request = LookAt(
-                settings=self._settings, roles=host.roles, keys_by_run=self._is_cluster
-            )
-            seen = self._ask(host.lead, request, Observed)
-        except SlipstreamError as error:
-            host.facts.append(fail("host", str(error)))
-            return
-        host.name = f"{seen.hostname} ({host.lead.address})"
-        host.facts += seen.facts
-        host.card = seen.card
-
-    def _ask(self, post: Post, request: HostRequest, kind: type[_Answer]) -> _Answer:
-        """Return an answer of the expected kind.
-
-        Raises:
-            SlipstreamError: no answer came, or the host refused with a reason.
-        """
-        text = post.ask(msgspec.json.encode(request), self._limit_s)
-        answer = msgspec.json.decode(text, type=HostAnswer)
-        if isinstance(answer, HostFailed):
-            raise ConfigError(answer.why)
-        if not isinstance(answer, kind):
-            raise ConfigError(f"expected {kind.__name__} of {post.name}'s host, got {answer!r}")
-        return answer
-
-    def _compare(self, learner: _Host, host: _Host) -> None:
-        ours, theirs = learner.card, host.card
-        if ours is None or theirs is None or not {"learner", "generator"} & host.kinds:
-            return
-        host.facts.append(
-            judge_versions(
-                ours.libraries,
-                theirs.libraries,
-                kinds=host.kinds,
-                collective=uses_collectives(host.kinds, self._bus),
-                on_gpu=theirs.device == "cuda",
-            )
-        )
-        host.facts.append(judge_models(ours.model, theirs.model))
-
-    def _read_clock(self, host: _Host) -> None:
+        by_name.setdefault(post.node, _Host([])).posts.append(post)
+    hosts, bus = list(by_name.values()), config.learner.weightbus
+    progress(f"looking at {len(hosts)} host{'s' if len(hosts) > 1 else ''}")
+    threads = ThreadPoolExecutor(len(hosts), thread_name_prefix="check")
+    try:
+        list(threads.map(lambda host: _observe(host, config, is_cluster=is_cluster), hosts))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # they end with the programs they ask
+    learner = next(host for host in hosts if "learner" in host.roles)
+    for host in hosts:
         if host.card is None:
-            return
-        if len(self._hosts) == 1:
-            host.facts.append(ok("clock", "one host"))
-            return
-        read = lambda: self._ask(host.lead, ReadClock(), ClockReading).unix_s  # noqa: E731
-        try:
-            host.facts.append(judge_clock(measure(read)))
-        except SlipstreamError as error:
-            host.facts.append(fail("clock", str(error)))
+            continue
+        if learner.card is not None and host is not learner:
+            host.facts += compare(learner.card, host.card, host.kinds, bus)
+        host.facts.append(_clock(host, config) if len(hosts) > 1 else ok("clock", "one host"))
+    return [host.report for host in hosts]
+
+
+def _observe(host: _Host, config: RunConfig, *, is_cluster: bool) -> None:
+    settings = resolved_text(config)
+    request = LookAt(settings=settings, roles=host.roles, keys_by_run=is_cluster)
+    try:
+        seen = _ask(host, config, request, Observed)
+    except SlipstreamError as error:
+        host.facts.append(fail("host", str(error)))
+        return
+    host.name = f"{seen.hostname} ({host.lead.address})"
+    host.facts += seen.facts
+    host.card = seen.card
+
+
+def _ask(host: _Host, config: RunConfig, request: HostRequest, kind: type[_Answer]) -> _Answer:
+    """Return an answer of the expected kind.
+
+    Raises:
+        SlipstreamError: no answer came, or the host refused with a reason.
+    """
+    limit_s = config.broker.reward.timeout_s  # longest silent wait of the program
+    text = host.lead.ask(msgspec.json.encode(request), limit_s)
+    answer = msgspec.json.decode(text, type=HostAnswer)
+    if isinstance(answer, HostFailed):
+        raise ConfigError(answer.why)
+    if not isinstance(answer, kind):
+        raise ConfigError(f"expected {kind.__name__} of {host.lead.name}'s host, got {answer!r}")
+    return answer
+
+
+def compare(
+    ours: HostCard, theirs: HostCard, kinds: frozenset[str], bus: WeightBusSection
+) -> list[Fact]:
+    """Pure: return how another host's card agrees with that of the learner's host.
+
+    Args:
+        ours: Card of the learner's host.
+        theirs: Card of the other host.
+        kinds: Kinds of the processes there.
+        bus: The [weightbus] section.
+    """
+    if not {"learner", "generator"} & kinds:
+        return []
+    versions = judge_versions(
+        ours.libraries,
+        theirs.libraries,
+        kinds=kinds,
+        collective=uses_collectives(kinds, bus),
+        on_gpu=theirs.device == "cuda",
+    )
+    return [versions, judge_models(ours.model, theirs.model)]
+
+
+def _clock(host: _Host, config: RunConfig) -> Fact:
+    try:
+        return judge_clock(measure(lambda: _ask(host, config, ReadClock(), ClockReading).unix_s))
+    except SlipstreamError as error:
+        return fail("clock", str(error))
