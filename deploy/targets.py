@@ -41,11 +41,10 @@ class RayTable(Section, frozen=True, kw_only=True):
     """Labels by role that its node must have, such as { broker = { pool = "cpu" } }."""
     environment: tuple[str, ...] = ()
     """Variables of this process that roles are given, such as ["WANDB_API_KEY"]."""
-    working_dir: str = ""
-    """Folder or archive that Ray copies to every node, and in which roles run; empty runs them
-    in the folder of the same name as this one, which every node must have."""
     runtime_env: dict[str, Json] = msgspec.field(default_factory=dict)
-    """Ray's runtime environment, such as { py_modules = ["/srv/slipstream"] }."""
+    """Ray's runtime environment, such as { py_modules = ["/srv/slipstream"] }. With a working_dir,
+    such as ".", Ray copies it to every node, and roles run in the copy; without, they run in the
+    folder of the same name as this one, which every node must have."""
 
 
 class SlurmTable(Section, frozen=True, kw_only=True):

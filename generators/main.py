@@ -84,7 +84,7 @@ def _main() -> int:
         return _offline(arguments)
     name = own_name(arguments.name)
     from slipstream.generators.config import generator_settings
-    from slipstream.generators.nodes.place import place_of
+    from slipstream.generators.nodes.membership import place_of
     from slipstream.generators.sglang.start_order import server_flags
 
     try:

@@ -13,8 +13,7 @@ from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes.lanes import lanes_of
-from slipstream.generators.nodes.leader import Leader, leading
-from slipstream.generators.nodes.place import NodePlace
+from slipstream.generators.nodes.leader import EngineLeader, leading_engine
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch_all
@@ -27,6 +26,7 @@ from slipstream.generators.worker import GeneratorWorker
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
+from slipstream.weightbus.hosts.membership import HostPlace
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError, QuarantineError, SlipstreamError
@@ -46,7 +46,7 @@ async def serve(
     settings: GeneratorSettings,
     name: str,
     health: Health | None = None,
-    place: NodePlace | None = None,
+    place: HostPlace | None = None,
 ) -> None:
     """Run a generator, which ends if its engine does; probes are told its ``health``.
 
@@ -64,7 +64,9 @@ async def serve(
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
         staging = await cleanup.enter_async_context(room_for(settings, name, tensors))
-        leader = await cleanup.enter_async_context(leading(settings, name, place, stop, health))
+        leader = await cleanup.enter_async_context(
+            leading_engine(settings, name, place, stop, health)
+        )
         health.waits_for("its engine to start")
         starting = running_engine(settings, name, stopping, leader)
         started = await cleanup.enter_async_context(starting)
@@ -181,7 +183,7 @@ def _subscriber(
     staging: Staging,
     worker: GeneratorWorker,
     audit: ProbeAudit,
-    leader: Leader | None,
+    leader: EngineLeader | None,
 ) -> Subscriber:
     """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
     bus, wanted = settings.weightbus, settings.transport

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,9 +28,7 @@ from slipstream.learner.model import device
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
-from slipstream.learner.nodes.meeting import Meeting, card_of, host_nodes, join_nodes
-from slipstream.learner.nodes.verdict import EXIT_COLLECTIVE, is_of_collective
-from slipstream.learner.nodes.watch import NodeWatch
+from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, NodeWatch, is_of_collective
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.relay_process import RelayLaunch
@@ -39,7 +36,7 @@ from slipstream.learner.starting_policy import start_policy
 from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import address_towards, interface_variables
-from slipstream.weightbus.net.rendezvous import open_store
+from slipstream.weightbus.net.rendezvous import open_store, store_on
 from slipstream.wire.errors import ChildDiedError, ConfigError, text_of
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.background import BackgroundLoop
@@ -285,37 +282,21 @@ class _Node:
 
 def _run_with_others(node: _Node, address: Address) -> None:
     """Meet the other nodes, then run this node's ranks as long as all nodes run theirs."""
-    settings, place, learner = node.settings, node.place, node.settings.learner
+    settings, launch = node.settings, node.launch
     _take_interface(address.host)
-    launch = node.launch
     facts = facts_of(
         settings, replays=launch.replay is not None, resumes=launch.resumes, device=device.backend()
     )
-    card, wait_s = card_of(place, facts), learner.rendezvous_timeout_s
-    master: TCPStore | None = None
-    if place.node == 0:
-        master = open_store(
-            address.host,
-            port=address.port,
-            world_size=learner.ranks,
-            timeout_s=learner.timeout_s,
-            named=f"--rendezvous of {place.layout.named(place.node, card.host)}",
-        )
-        others = place.layout.nodes - 1
-        at = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0]
-        _log.info("node 0 listens at %s port %d for %d more", at, address.port, others)
-        hosts = host_nodes(master, place, card, settings.run.folder, timeout_s=wait_s)
-        meeting = Meeting(_join_store(settings, address), address, hosts)
-    else:
-        meeting = join_nodes(place, card, timeout_s=wait_s, key_timeout_s=learner.timeout_s)
-    watch = NodeWatch(
-        meeting, place, node.stop, silence_s=learner.node_silence_s, end_timeout_s=learner.timeout_s
-    )
-    try:
-        with watch:
-            node.run(address, _join_store(settings, address), watch)
-    finally:
-        del master  # kept until here: the nodes meet in this store
+    with NodeWatch(settings, node.place, facts, node.stop) as watch:
+        met, listener = watch.meet()
+        if listener is None:
+            store = _join_store(settings, met)
+        else:
+            ranks, timeout_s = settings.learner.ranks, settings.learner.timeout_s
+            store = store_on(listener, met.host, world_size=ranks, timeout_s=timeout_s)
+        placed = replace(node, place=replace(node.place, address=met))
+        placed.run(met, store, watch)
+    del store  # kept until here: all nodes meet in it
 
 
 def join_ranks(
@@ -326,7 +307,9 @@ def join_ranks(
     Returns:
         The rank's exit code, which shows the first rank of its node if another rank is the reason.
     """
-    address = place.address or Address(_HOST, port)
+    address = Address(place.address.host if place.address is not None else _HOST, port)
+    if place.address is not None:
+        place = replace(place, address=address)
     try:
         node = _Node(settings, algorithm_of(settings), place, launch, StopRequest())
         node.run_rank(rank, _join_store(settings, address), address)

@@ -5,7 +5,6 @@ that changes it. Exit code 0: all is well; 1: there are warnings; 2: the run wou
 """
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,9 +26,10 @@ from slipstream.deploy.launch.hosts import addressed, print_check_commands
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.preflight.check.facts import Fact, HostReport, exit_code, fail
-from slipstream.deploy.preflight.check.places import NODE_PROGRAM, LocalPlaces
+from slipstream.deploy.preflight.check.meeting import FirstHost, answer_first_host
+from slipstream.deploy.preflight.check.places import NODE_PROGRAM, local_posts
 from slipstream.deploy.preflight.check.run_folder import judge_folder, judge_roles, see_folder
-from slipstream.deploy.preflight.check.survey import Places, survey
+from slipstream.deploy.preflight.check.survey import survey
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
@@ -71,17 +71,6 @@ def main(arguments: argparse.Namespace) -> int:
         config = run_config(load_table(arguments.config, overrides))
         print_check_commands(config, arguments.config, overrides, make_console())
         return 0
-    code = _checked(arguments, overrides, meets)
-    if meets is not None:
-        from slipstream.learner.main import leave
-
-        leave(code)
-    return code
-
-
-def _checked(
-    arguments: argparse.Namespace, overrides: Sequence[str], meets: tuple[int, Address] | None
-) -> int:
     signals = Signals()
     with signals.handled():
         try:
@@ -172,12 +161,8 @@ def _surveyed(
     def progress(what: str) -> None:
         status.update(Text(what))
 
-    if meets is not None:  # torch: a signal raised in its import can be lost
-        importlib.import_module("slipstream.deploy.preflight.check.meeting")
     with ExitStack() as stack, signals.raising():
         if meets is not None:
-            from slipstream.deploy.preflight.check.meeting import FirstHost, answer_first_host
-
             node, rendezvous = meets
             if not 0 <= node < len(config.deploy.hosts):
                 raise ConfigError(f"--node is {node}, deploy.hosts has {len(config.deploy.hosts)}")
@@ -186,16 +171,15 @@ def _surveyed(
                 return answer_first_host(config, plans, node, rendezvous, progress)
             first = FirstHost(addressed(config, rendezvous.host), plans, rendezvous, progress)
             stack.callback(first.close)
-            reports = [_report(facts), *survey(first, progress)]
+            reports = [_report(facts), *survey(first.config, first.posts, progress)]
             first.tell(reports)
             return reports
         if place == "ray":
-            places: Places = import_ray().RayPlaces(config, status.console, NODE_PROGRAM)
-            stack.enter_context(signals.handled())  # Ray sets a handler of its own
+            on_ray = import_ray().ray_posts(config, status.console, NODE_PROGRAM)
+            config, posts = stack.enter_context(on_ray)
         else:
-            places = LocalPlaces(config, plans, progress=progress)
-        stack.callback(places.close)
-        return [_report(facts), *survey(places, progress)]
+            posts = stack.enter_context(local_posts(plans, progress=progress))
+        return [_report(facts), *survey(config, posts, progress, is_cluster=place == "ray")]
 
 
 def _report(facts: Sequence[Fact]) -> HostReport:

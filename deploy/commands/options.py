@@ -103,7 +103,7 @@ def import_ray() -> ModuleType:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("slipstream.deploy.launch.ray")
+        return importlib.import_module("slipstream.deploy.launch.cluster.ray_site")
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -67,8 +67,8 @@ def main(arguments: argparse.Namespace) -> int:
     console = make_console()
     if not console.is_terminal:
         raise ConfigError("slipstream top draws on a terminal, and this is not one: use --json")
-    watcher = StatusWatcher(run, every_s=_EVERY_S)
-    watcher.start()
+    watcher = StatusWatcher(every_s=_EVERY_S)
+    watcher.start(run)
     live = Live(console=console, screen=True, auto_refresh=False)
     keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
     written = saved_status(run, stored)

@@ -16,17 +16,11 @@ from rich.console import Console
 
 from slipstream.broker.config import keys_folder
 from slipstream.deploy.config import RunConfig, write_resolved
-from slipstream.deploy.launch.plan import RolePlan, key_role, plan_roles
+from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_roles
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
 
-_PROGRAMS = {
-    "slipstream.broker.main": "start-broker",
-    "slipstream.learner.main": "start-learner",
-    "slipstream.generators.main": "start-generator",
-    "slipstream.broker.reward_worker.main": "start-reward-worker",
-}
 _BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
 _OF_A_HOST = ("run.broker=", "run.key_file=")  # settings that only hosts after the first need
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # characters not allowed in the name of a key
@@ -46,12 +40,6 @@ def print_check_commands(
 ) -> None:
     """Print the commands that check a run on each host; keys and settings are copied as for a run.
 
-    Args:
-        config: the run.
-        path: The settings file.
-        overrides: Settings that replace those of the file.
-        console: Console for the output.
-
     Raises:
         ConfigError: there is one host, there are not enough GPUs, or the first host has no known
             IPv4 address.
@@ -66,9 +54,8 @@ def print_check_commands(
         own = [word for word in shlex.split(commands.roles[0]) if word.startswith(_OF_A_HOST)]
         file = str(path) if node == 0 else path.name
         words = ("slipstream", "check", "--config", file, "--on", "hosts", *meet)
-        console.print(f"\non {commands.host}:", style="bold")
-        for command in (*commands.once, shlex.join((*words, *overrides, *own))):
-            console.print(f"  {command}", soft_wrap=True, highlight=False)
+        check = shlex.join((*words, *overrides, *own))
+        _print_commands(console, f"on {commands.host}:", [*commands.once, check])
 
 
 def print_host_commands(config: RunConfig, console: Console) -> None:
@@ -90,12 +77,8 @@ def print_host_commands(config: RunConfig, console: Console) -> None:
     )
     for host in commands:
         if host.once:
-            console.print(f"\non {host.host}, once:", style="bold")
-            for command in host.once:
-                console.print(f"  {command}", soft_wrap=True, highlight=False)
-        console.print(f"\non {host.host}, each in a terminal of its own:", style="bold")
-        for command in host.roles:
-            console.print(f"  {command}", soft_wrap=True, highlight=False)
+            _print_commands(console, f"on {host.host}, once:", host.once)
+        _print_commands(console, f"on {host.host}, each in a terminal of its own:", host.roles)
     console.print(
         "\nWhen all steps are trained, every role but the broker ends: end it with Ctrl-C. A role "
         "that\nfails is started again by the same command, the learner with --resume auto besides: "
@@ -108,11 +91,7 @@ def host_commands(
 ) -> list[HostCommands]:
     """Return the commands by host, in the order of deploy.hosts; the broker's comes first.
 
-    Args:
-        config: the run.
-        plans: its processes.
-        resolved: the settings file on the first host.
-        address: Address of the first host; empty for a run on one host.
+    The first host has the settings file and the address, which is empty for a run on one host.
     """
     first = config.deploy.hosts[0]
     found = {host: HostCommands(host) for host in config.deploy.hosts}
@@ -122,21 +101,20 @@ def host_commands(
     keys = keys_folder(config.run, config.broker.broker).resolve()
     fetched: set[str] = set()
     for plan in plans:
-        program = _PROGRAMS[plan.command[2]]
-        words = list(plan.command[3:])
+        kind, words = kind_of(plan.name), list(plan.command[3:])
         if "--node" in words:
             words += ["--rendezvous", f"{address}:{_RENDEZVOUS_PORT}"]
         if plan.host == first:
-            if is_spread and program == "start-broker":
+            if is_spread and kind == "broker":
                 words.append(f"broker.listen={listen}")
-            if is_spread and program == "start-learner":
+            if is_spread and kind == "learner":
                 words.append(f"weightbus.listen={weights}")
         else:
             role = key_role(plan.name)
             key = f"{_NO_NAME.sub('-', plan.host)}-{role}"
             words[words.index("--config") + 1] = resolved.name
             words += [f"run.broker={broker}", f"run.key_file={key}.key"]
-            if program == "start-learner":
+            if kind == "learner":
                 words.append(f"run.dir={resolved.parents[1]}")
             if key not in fetched:
                 fetched.add(key)
@@ -144,7 +122,7 @@ def host_commands(
                 found[first].once.append(shlex.join(make))
                 for path in (resolved, keys / "clients" / f"{key}.key"):
                     found[plan.host].once.append(shlex.join(("scp", f"{first}:{path}", ".")))
-        found[plan.host].roles.append(_line(plan, program, words))
+        found[plan.host].roles.append(_line(plan, (f"start-{kind}", *words)))
     return [commands for commands in found.values() if commands.roles]
 
 
@@ -160,10 +138,16 @@ def addressed(config: RunConfig, address: str) -> RunConfig:
     return config.with_settings("broker", listen=broker).with_settings("weightbus", listen=weights)
 
 
-def _line(plan: RolePlan, program: str, words: Sequence[str]) -> str:
+def _print_commands(console: Console, title: str, commands: Sequence[str]) -> None:
+    console.print(f"\n{title}", style="bold")
+    for command in commands:
+        console.print(f"  {command}", soft_wrap=True, highlight=False)
+
+
+def _line(plan: RolePlan, words: Sequence[str]) -> str:
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
     cores = f"taskset -c {','.join(map(str, plan.cores))} " if plan.cores else ""
-    return f"{variables} {cores}{shlex.join((program, *words))}"
+    return f"{variables} {cores}{shlex.join(words)}"
 
 
 def first_address(config: RunConfig) -> str:

@@ -4,69 +4,56 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
-from slipstream.deploy.launch.session import Session, View, run_in_folder
-from slipstream.deploy.launch.signals import Signals
+from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_dead
+from slipstream.deploy.launch.session import RunView, run_in_folder
 from slipstream.deploy.launch.starters import LocalStarter
-from slipstream.generators.sglang.process import remove_leftovers
-from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.processes import is_locked
-from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import RunSection, relay_lock, run_section
+from slipstream.wire.settings.sections import RunSection, relay_lock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _RELAY_END_S = 10.0  # limit without a sign of life
-_SCRATCH = "slipstream-"
-_SOCKETS = "sockets"
-_OWNER = "owner"  # file in a temporary folder: the run folder that it belongs to
 
 
-def run_locally(config: RunConfig, view: View) -> int:
+def run_locally(config: RunConfig, view: RunView) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
-    signals = Signals()
-    with signals.handled():
-
-        def session() -> Session:
-            site = LocalSite(config)
-            return Session(site.config, site, view, signals)
-
-        return run_in_folder(config.run, session)
+    return run_in_folder(config.run, lambda: LocalSite(config), view)
 
 
 class LocalSite:
     """This host: a temporary folder with sockets, and the relay that outlives the learner."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Make the temporary folder; remove the folder of a killed run."""
-        remove_scratch_of_killed_run(config.run)
-        self.scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
-        (self.scratch / _OWNER).write_text(str(config.run.folder.resolve()))
+        """Make the temporary folder; remove those of killed runs."""
+        remove_folders_of_the_dead()
+        self.scratch = own_folder()
         if not config.run.socket_dir:  # outside hidden scratch, for reward functions
-            config = config.with_settings("run", socket_dir=str(self.scratch / _SOCKETS))
+            config = config.with_settings("run", socket_dir=str(self.scratch / "sockets"))
         self.config = config
         self.run = config.run
-        self.starter = LocalStarter(self.scratch)
+        self._resolved = self.run.folder / SETTINGS
+        self._starter = LocalStarter(self.scratch)
+        self.start = self._starter.start
+
+    def give_back(self, name: str) -> None:
+        """Do nothing: this host reserves no place."""
 
     def plans(self) -> list[RolePlan]:
         """Write the settings that every role reads; return the processes, the broker first."""
-        resolved = self.run.folder / SETTINGS
-        write_resolved(self.config, resolved)
-        return plan_roles(self.config, resolved, gpus=usable_gpus())
+        write_resolved(self.config, self._resolved)
+        return plan_roles(self.config, self._resolved, gpus=usable_gpus())
 
     def generator(self, name: str) -> RolePlan:
         """Return an additional generator of the run."""
-        resolved = self.run.folder / SETTINGS
-        return plan_generator(self.config, resolved, name, gpus=usable_gpus())
+        return plan_generator(self.config, self._resolved, name, gpus=usable_gpus())
 
     def broker_listens(self) -> bool:
         """True once the broker's socket is there."""
@@ -83,6 +70,7 @@ class LocalSite:
 
     def close(self) -> None:
         """End the relay, remove the temporary folder."""
+        self._starter.close()
         await_relay(self.run)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -107,29 +95,3 @@ def _relays(run: RunSection) -> list[int]:
     with suppress(OSError, ValueError):
         return [int(relay_lock(run).read_text())]
     return []
-
-
-def remove_scratch_of_killed_run(run: RunSection) -> None:
-    """Remove the temporary folder of a run that was killed in this run folder.
-
-    No other process uses it: its owner is this run folder, which this process holds locked. The
-    settings in a copy of a run folder name the temporary folder of the original.
-    """
-    resolved = run.folder / SETTINGS
-    if not resolved.is_file():
-        return
-    try:
-        sockets = Path(run_section(load_table(resolved)).socket_dir)
-        owner = (sockets.parent / _OWNER).read_text()
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        _log.info("no temporary folder of an earlier run is known: %s", error)
-        return
-    folder = sockets.parent
-    if owner != str(run.folder.resolve()):
-        return
-    if sockets.name != _SOCKETS:  # a folder that the user chose
-        return
-    if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
-        for left in folder.glob("*-*"):
-            remove_leftovers(left)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 import time
+from contextlib import closing
 from typing import TypeVar
 
 from slipstream.broker.client import BrokerClient
@@ -31,25 +32,21 @@ def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role =
     """Ask the broker of a run once; PeerLostError if none answers."""
 
     async def ask() -> A:
-        client = await _connect(run, _TIMEOUT_S, role)
-        try:
-            answer, _ = await client.ask(request, kind)
-        finally:
-            client.close()
-        return answer
+        with closing(await _connect(run, role)) as client:
+            return (await client.ask(request, kind))[0]
 
     return asyncio.run(ask())
 
 
-async def _connect(run: RunSection, timeout_s: float, role: Role) -> BrokerClient:
+async def _connect(run: RunSection, role: Role) -> BrokerClient:
     if not run.broker and not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     client, _ = await BrokerClient.connect(
         run.broker_endpoint,
         role=role,
         name=role,
-        timeout_s=timeout_s,
-        outage_s=timeout_s,
+        timeout_s=_TIMEOUT_S,
+        outage_s=_TIMEOUT_S,
         key_file=run.key_file,
     )
     return client
@@ -71,60 +68,59 @@ class StatusWatcher:
     The first answer holds all learner steps, later ones the newest.
     """
 
-    def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
-        self._run = run
+    def __init__(self, *, every_s: float = 1.0) -> None:
         self._every_s = every_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._loop()), name="status", daemon=True
-        )
-        self._started_s = time.monotonic()
-        self._answer: tuple[RunStatus, float] | None = None
+        self._thread: threading.Thread | None = None
+        self._answer: tuple[RunStatus | None, float] = (None, time.monotonic())
         self.asked_s = -math.inf  # monotonic time when the newest answer was requested
         self.error = ""  # error of the newest attempt; empty while the broker answers
 
     @property
     def newest(self) -> RunStatus | None:
         """Newest answer; None before the first."""
-        return self._answer[0] if self._answer else None
+        return self._answer[0]
 
     @property
     def age_s(self) -> float:
         """Age of the newest answer; before the first one, time since the start."""
-        return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
+        return time.monotonic() - self._answer[1]
 
-    def start(self) -> None:
-        """Start asking."""
+    def start(self, run: RunSection) -> None:
+        """Start asking the broker of a run."""
+        self._answer = (None, time.monotonic())
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._loop(run)), name="status", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Stop asking: cancel an open question; a first hello has a deadline."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout=_TIMEOUT_S)
 
-    async def _loop(self) -> None:
+    async def _loop(self, run: RunSection) -> None:
         """Use one connection until it breaks, then make another."""
         while not self._stop.is_set():
             try:
-                client = await _connect(self._run, _TIMEOUT_S, "observer")
-                try:
-                    while not self._stop.is_set():
-                        count = _NEWEST_STEPS if self._answer is not None else -1
-                        asked_s = time.monotonic()
-                        question = client.ask(GetStatus(newest_steps=count), StatusAnswer)
-                        asking = asyncio.ensure_future(question)
-                        while not asking.done() and not self._stop.is_set():
-                            await asyncio.wait({asking}, timeout=_STOP_CHECK_S)
-                        if not asking.done():
-                            asking.cancel()
-                            return
-                        self._answer = (asking.result()[0].status, time.monotonic())
-                        self.asked_s = asked_s
-                        self.error = ""
+                with closing(await _connect(run, "observer")) as client:
+                    while await self._ask(client):
                         await asyncio.to_thread(self._stop.wait, self._every_s)
-                finally:
-                    client.close()
             except SlipstreamError as error:
                 self.error = str(error)
             await asyncio.to_thread(self._stop.wait, self._every_s)
+
+    async def _ask(self, client: BrokerClient) -> bool:
+        """Ask once; return False if this was stopped meanwhile."""
+        asked_s = time.monotonic()
+        count = _NEWEST_STEPS if self.newest is not None else -1
+        question = asyncio.ensure_future(client.ask(GetStatus(newest_steps=count), StatusAnswer))
+        while not question.done() and not self._stop.is_set():
+            await asyncio.wait({question}, timeout=_STOP_CHECK_S)
+        if not question.done():
+            question.cancel()
+            return False
+        self._answer = (question.result()[0].status, time.monotonic())
+        self.asked_s, self.error = asked_s, ""
+        return not self._stop.is_set()

@@ -3,14 +3,21 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
-from slipstream.deploy.config import RunConfig, refuse_engines_on_several_hosts
+from slipstream.deploy.config import DeploySection, RunConfig, refuse_engines_on_several_hosts
 from slipstream.learner.layout import Layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import readable_checkpoints
 from slipstream.wire.messages.broker import Role
 
+_MODULES = {
+    "broker": "slipstream.broker.main",
+    "generator": "slipstream.generators.main",
+    "learner": "slipstream.learner.main",
+    "reward-worker": "slipstream.broker.reward_worker.main",
+}
 Place = tuple[str, tuple[int, ...] | None]  # host and its GPUs; None on a CPU
 
 
@@ -49,73 +56,41 @@ def plan_roles(
         ConfigError: there are not enough GPUs, or an engine spans several hosts.
     """
     refuse_engines_on_several_hosts(config)
-    deploy = config.deploy
-    places: dict[str, Place] = {}
-    names: Sequence[str] = ()
-    if gpus is not None:
-        is_here = len(deploy.hosts) == 1 and len(gpus) > 0
-        if is_here and deploy.gpus_per_host > len(gpus):
-            raise ConfigError(
-                f"deploy.gpus_per_host = {deploy.gpus_per_host}, but {len(gpus)} may be used here "
-                "(CUDA_VISIBLE_DEVICES, where it is set, chooses from those of the host)"
-            )
-        num_gpus = deploy.gpus_per_host or len(gpus)
-        places = _places(config, num_gpus)
-        names = gpus if is_here else [str(number) for number in range(num_gpus)]
-    first = deploy.hosts[0]
     nodes = learner_names(config.learner.layout)
-    if gpus is not None and len(nodes) > len(deploy.hosts):
-        raise ConfigError(
-            f"learner.ranks_per_node = {config.learner.learner.ranks_per_node} places the learner "
-            f"on {len(nodes)} hosts, and deploy.hosts names {len(deploy.hosts)}: name them all, or "
-            "start the run with --on ray"
-        )
-
-    def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
-        command = (python, "-m", module, "--config", str(resolved), *arguments)
-        host, numbers = places.get(name, (first, None))
-        environment = {"OMP_NUM_THREADS": "1"}
-        if numbers is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in numbers)
-        kind = kind_of(name)
-        is_part = kind == "learner" and len(nodes) > 1
-        cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
-        return RolePlan(
-            name,
-            command,
-            on_restart,
-            host,
-            numbers,
-            environment,
-            cores,
-            serves_others=name == "broker",
-            is_one_of_many=kind in {"generator", "reward-worker"},
-            part_of=kind if is_part else "",
-        )
-
-    def named(name: str, module: str) -> RolePlan:
-        return role(name, module, "--name", name)
-
+    names = ["broker", *generator_names(config), *nodes, *reward_worker_names(config)]
+    cards = None if gpus is None else _cards(config.deploy, gpus)
+    places = {} if cards is None else _places(config, len(cards))
     # A restarted learner may find files of this run or of an earlier one.
     found = readable_checkpoints(config.run.checkpoints) if config.run.resume_from else {}
     epochs = [info.version.epoch for info in found.values()]
     begun_after = ("--begun-after", str(max(epochs))) if epochs else ()
-    generators = range(config.generators.generators.count)
-    workers = range(config.broker.reward.workers)
-    return [
-        role("broker", "slipstream.broker.main", on_restart=("--restarted",)),
-        *(named(f"generator-{i}", "slipstream.generators.main") for i in generators),
-        *(
-            role(
-                name,
-                "slipstream.learner.main",
-                *(("--node", str(node)) if len(nodes) > 1 else ()),
-                on_restart=("--resume", "auto", *begun_after),
-            )
-            for node, name in enumerate(nodes)
-        ),
-        *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
-    ]
+    again = {"broker": ("--restarted",), "learner": ("--resume", "auto", *begun_after)}
+
+    def role(name: str) -> RolePlan:
+        kind = kind_of(name)
+        arguments: tuple[str, ...] = ()
+        if kind in {"generator", "reward-worker"}:
+            arguments = ("--name", name)
+        elif kind == "learner" and len(nodes) > 1:
+            arguments = ("--node", str(nodes.index(name)))
+        host, numbers = places.get(name, (config.deploy.hosts[0], None))
+        environment = {"OMP_NUM_THREADS": "1"}
+        if numbers is not None and cards is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards[number] for number in numbers)
+        return RolePlan(
+            name,
+            (python, "-m", _MODULES[kind], "--config", str(resolved), *arguments),
+            again.get(kind, ()),
+            host,
+            numbers,
+            environment,
+            config.deploy.cores.get(name, config.deploy.cores.get(kind, ())),
+            serves_others=kind == "broker",
+            is_one_of_many=kind in {"generator", "reward-worker"},
+            part_of=kind if kind == "learner" and len(nodes) > 1 else "",
+        )
+
+    return [role(name) for name in names]
 
 
 def kind_of(name: str) -> str:
@@ -149,34 +124,59 @@ def plan_generator(
     gpus: Sequence[str] | None,
     python: str = sys.executable,
 ) -> RolePlan:
-    """Return the process of an additional generator; arguments as in plan_roles.
-
-    Raises:
-        ConfigError: there is no GPU for it.
-    """
+    """Return the process of an additional generator; arguments and error as in plan_roles."""
     anywhere = config.with_settings("deploy", min_generators=0, max_generators=0)
     larger = anywhere.with_settings("generators", count=number_of(name) + 1)
     plans = plan_roles(larger, resolved, gpus=gpus, python=python)
     return next(plan for plan in plans if plan.name == name)
 
 
+def generator_names(config: RunConfig) -> list[str]:
+    """Return the names of the run's generators."""
+    return [f"generator-{number}" for number in range(config.generators.generators.count)]
+
+
+def reward_worker_names(config: RunConfig) -> list[str]:
+    """Return the names of the run's reward workers."""
+    return [f"reward-worker-{number}" for number in range(config.broker.reward.workers)]
+
+
+def _cards(deploy: DeploySection, gpus: Sequence[str]) -> Sequence[str]:
+    """Return the GPUs of each host, as CUDA_VISIBLE_DEVICES names them there."""
+    count = deploy.gpus_per_host
+    if len(deploy.hosts) > 1 or not gpus:
+        return [str(number) for number in range(count or len(gpus))]
+    if count > len(gpus):
+        raise ConfigError(
+            f"deploy.gpus_per_host = {count}, but {len(gpus)} may be used here "
+            "(CUDA_VISIBLE_DEVICES, where it is set, chooses from those of the host)"
+        )
+    return gpus[: count or None]
+
+
 def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
-    layout, count = config.learner.layout, config.generators.generators.count
+    layout, engines = config.learner.layout, generator_names(config)
     hosts = config.deploy.hosts
+    if layout.nodes > len(hosts):
+        raise ConfigError(
+            f"learner.ranks_per_node = {config.learner.learner.ranks_per_node} places the learner "
+            f"on {layout.nodes} hosts, and deploy.hosts names {len(hosts)}: name them all, or "
+            "start the run with --on ray"
+        )
     nodes = dict(zip(learner_names(layout), hosts, strict=False))
     if config.generators.device == "cpu":
         others = hosts[layout.nodes :] or hosts[1:] or hosts
-        places = {f"generator-{i}": others[i % len(others)] for i in range(count)}
-        return {name: (host, None) for name, host in (nodes | places).items()}
+        return {name: (host, None) for name, host in (*nodes.items(), *zip(engines, cycle(others)))}
     ranks = layout.ranks_per_node
     if num_gpus < ranks:
         raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
     size = config.generators.generators.num_ranks  # GPUs of an engine, all on one host
     free = [
-        engine
+        place
         for host in hosts
-        for engine in _engines(host, ranks if host in nodes.values() else 0, num_gpus, size)
+        for place in _engine_places(host, ranks if host in nodes.values() else 0, num_gpus, size)
     ]
+    count = len(engines)
     if len(free) < count and not config.deploy.share_gpus:
         where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
         each = f" of {size} GPUs each (generators.sglang.tp_size)" if size > 1 else ""
@@ -185,20 +185,20 @@ def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
             f"generators.count = {count}{each} need {layout.ranks + count * size}, unless "
             "deploy.share_gpus is on"
         )
-    shared = [engine for host in hosts for engine in _engines(host, 0, num_gpus, size)]
-    engines = free if len(free) >= count else shared
-    if count and not engines:
+    shared = [place for host in hosts for place in _engine_places(host, 0, num_gpus, size)]
+    places = free if len(free) >= count else shared
+    if count and not places:
         raise ConfigError(
             f"generators.sglang.tp_size = {size}, but a host has {num_gpus} GPUs: the ranks of an "
             "engine are on one host, unless generators.nodes says otherwise"
         )
     return {
         **{name: (host, tuple(range(ranks))) for name, host in nodes.items()},
-        **{f"generator-{i}": engines[i % len(engines)] for i in range(count)},
+        **dict(zip(engines, cycle(places), strict=False)),
     }
 
 
-def _engines(host: str, first: int, num_gpus: int, size: int) -> list[Place]:
+def _engine_places(host: str, first: int, num_gpus: int, size: int) -> list[Place]:
     """Return the GPUs of the engines that fit on a host from GPU ``first`` on."""
     starts = range(first, num_gpus - size + 1, size)
     return [(host, tuple(range(start, start + size))) for start in starts]

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.process.processes import last_lines
+
+_POLL_S = 0.2
 
 
 def run_ranks(
@@ -18,8 +22,8 @@ def run_ranks(
         SlipstreamError: a rank failed; the others end with it.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
-    processes: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
             command = [sys.executable, "-m", module, str(settings), str(folder), str(rank)]
@@ -30,17 +34,13 @@ def run_ranks(
                     )
                 )
         # a failed rank leaves the others in a collective: end them too
-        left = dict(enumerate(processes))
-        while left:
-            for rank, process in list(left.items()):
-                try:
-                    code = process.wait(timeout=0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-                del left[rank]
-                if code != 0:
-                    lines = logs[rank].read_text(errors="replace").strip().splitlines()
-                    reason = lines[-1] if lines else "it printed nothing"
+        codes: list[int | None] = [None]
+        while None in codes:
+            time.sleep(_POLL_S)
+            codes = [process.poll() for process in processes]
+            for rank, code in enumerate(codes):
+                if code:
+                    reason = last_lines(logs[rank], 1).strip() or "it printed nothing"
                     raise SlipstreamError(f"rank {rank} ended with code {code}: {reason}")
     finally:
         for process in processes:

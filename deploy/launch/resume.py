@@ -28,7 +28,6 @@ class ResumePoint:
 
     run_folder: Path
     checkpoint: Path | None  # None: no checkpoint yet, only the run's ledger
-    step: int
 
 
 def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumePoint | None:
@@ -65,7 +64,7 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
                 f"{INFO_FILE} in one, or choose another run.name to start again"
             )
         if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
-            return ResumePoint(folder, None, 0)
+            return ResumePoint(folder, None)
     return None
 
 
@@ -150,21 +149,16 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
             f"{checkpoint} is at step {info.step} of run.steps = {run.steps}: "
             "raise run.steps to train on"
         )
-    return ResumePoint(run_folder, checkpoint, info.step)
-
-
-def _contents(run_folder: Path) -> dict[str, str]:
-    """Return the hash of each URL's content at the last start of the run; empty if unknown."""
-    try:
-        return run_section(load_table(run_folder / SETTINGS)).contents
-    except ConfigError as error:
-        _log.info("the content of URLs is not compared with that of before: %s", error)
-        return {}
+    return ResumePoint(run_folder, checkpoint)
 
 
 def resumed_table(table: Table, point: ResumePoint) -> Table:
     """Return the settings of a run that resumes in its own folder with its former content."""
-    known = _contents(point.run_folder)
+    try:
+        known = run_section(load_table(point.run_folder / SETTINGS)).contents
+    except ConfigError as error:
+        _log.info("the content of URLs is not compared with that of before: %s", error)
+        known = {}
     run = {
         **({"contents": known} if known else {}),
         **table.get("run", {}),

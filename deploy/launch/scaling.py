@@ -11,7 +11,7 @@ WAITED = 0.25  # share of a window; advisories call a pool starved from here on
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class GeneratorBounds:
     """Bounds from the settings. Without a largest number, only requests change the count."""
 
     smallest: int
@@ -44,7 +44,7 @@ def waited_between(before: RunStatus, after: RunStatus) -> Waited | None:
     return Waited(learner, generators, has_reward_backlog=late >= half_a_batch)
 
 
-def count_by_load(count: int, waited: Waited, bounds: Bounds) -> int:
+def count_by_load(count: int, waited: Waited, bounds: GeneratorBounds) -> int:
     """Return the number of generators after a window: one more, one fewer, or the same.
 
     One more while the learner waits and the generators do not; one fewer while only the generators

@@ -1,29 +1,31 @@
 """The life of a run under one supervisor: start, watch, scale, end cleanly, show the outcome.
 
-A `Site` knows where the processes run: this host (`local.py`) or a Ray cluster.
+A `RunSite` knows where the processes run: this host (`local.py`) or a Ray cluster
+(`cluster/ray_site.py`).
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Literal, Protocol
 
 from rich.console import Console
+from typing_extensions import override
 
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.launch.plan import RolePlan, kind_of
 from slipstream.deploy.launch.rotation import rotate
-from slipstream.deploy.launch.scaling import Bounds, changes, count_by_load, waited_between
+from slipstream.deploy.launch.scaling import GeneratorBounds, changes, count_by_load, waited_between
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
-from slipstream.deploy.launch.starters import Starter
+from slipstream.deploy.launch.starters import RoleProcess
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
@@ -37,22 +39,58 @@ from slipstream.wire.files.scale_request import ScaleAnswer, take_request, write
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_FAILED, disk_trouble
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.processes import last_lines
+from slipstream.wire.process.processes import last_lines, locked
 from slipstream.wire.settings.sections import RunSection
 
 _POLL_S = 0.2
 _BROKER_START_S = 120.0  # limit without a sign of life
 _WITHOUT_BROKER_S = 5.0  # time for roles to end after the broker is lost
 _ROTATE_EVERY_S = 30.0
-_REFUSED = "refused: "
 
 
-class Site(Protocol):
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended."""
+
+    kind: Literal["finished", "stopped", "refused", "failed"]
+    reason: str  # empty if it is finished
+    code: int  # exit code
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}" if self.reason else self.kind
+
+
+def outcome_of(
+    error: StopRequestedError | SlipstreamError | OSError, folder: Path, *, has_room: bool
+) -> RunOutcome:
+    """Return how an error ends the run in a folder, whose disk has room or is full.
+
+    Raises:
+        OSError: the error itself, if it is a fault of this program.
+    """
+    match error:
+        case StopRequestedError():
+            return RunOutcome("stopped", str(error), error.exit_code)
+        case ConfigError():
+            reason = str(error)
+        case OSError():
+            if (trouble := disk_trouble(error)) is None:
+                raise error
+            reason = str(trouble)
+        case _ if has_room:
+            return RunOutcome("failed", str(error), EXIT_FAILED)
+        case _:
+            reason = f"{os.strerror(errno.ENOSPC)}: {folder} (run.dir)"
+    return RunOutcome("refused", reason, EXIT_BAD_SETTINGS)
+
+
+class RunSite(Protocol):
     """Place of a run's processes."""
 
     @property
-    def starter(self) -> Starter:
-        """Starter of processes there."""
+    def config(self) -> RunConfig:
+        """The run, as its processes there read it."""
 
     @property
     def run(self) -> RunSection:
@@ -68,6 +106,12 @@ class Site(Protocol):
             ConfigError: no place is free.
         """
 
+    def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RoleProcess:
+        """Start a role with additional arguments; append its output to the log."""
+
+    def give_back(self, name: str) -> None:
+        """Free the place of a role that has ended and will not restart."""
+
     def broker_listens(self) -> bool:
         """True once the broker can be connected to."""
 
@@ -75,10 +119,10 @@ class Site(Protocol):
         """Return a line on how roles started by hand join; empty if they cannot."""
 
     def close(self) -> None:
-        """Clean up after the roles have ended."""
+        """End what outlives the roles, and clean up."""
 
 
-class View(Protocol):
+class RunView(Protocol):
     """A picture of the run for its user."""
 
     @property
@@ -92,11 +136,13 @@ class View(Protocol):
         """Show the figures of a run that has ended."""
 
 
-class Session:
+class RunSession:
     """One run, from its first process to its outcome."""
 
-    def __init__(self, config: RunConfig, site: Site, view: View, signals: Signals) -> None:
-        self._config = config
+    def __init__(
+        self, site: RunSite, view: RunView, signals: Signals, watcher: StatusWatcher
+    ) -> None:
+        self._config = config = site.config
         self._site = site
         self._view = view
         self._console = view.console
@@ -104,81 +150,64 @@ class Session:
         deploy = config.deploy
         self._supervisor = Supervisor(
             logs=config.run.logs,
-            starter=site.starter,
+            start_process=site.start,
+            give_back=site.give_back,
             max_restarts=deploy.max_restarts,
             window_s=deploy.restart_window_s,
             backoff_s=deploy.restart_backoff_s,
             stop_timeout_s=deploy.stop_timeout_s,
+            forking=signals.held,
         )
-        signals.held_while(lambda: self._supervisor.is_forking)
-        self._supervisor.on_forked = signals.raise_received
-        self._watcher: StatusWatcher | None = None  # set once the broker's address is known
+        self._watcher = watcher
         self._ended: set[str] = set()  # processes that will not restart
-        self._bounds = Bounds(deploy.min_generators, deploy.max_generators)
+        self._bounds = GeneratorBounds(deploy.min_generators, deploy.max_generators)
         self._rotates_s = 0.0  # time of the next look at the logs
         self._window: tuple[float, RunStatus] | None = None  # start, and the run then
 
-    def run(self) -> int:
-        """Run to the end; return the exit code."""
-        run = self._config.run
-        reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then
+    def run(self) -> RunOutcome:
+        """Run to the end; show and return the outcome."""
+        # until it is known: the learner saves then
+        outcome = RunOutcome("failed", "by a fault of this program", EXIT_FAILED)
         try:
             with self._signals.raising():
                 self._run()
-                reason, code = "finished", 0
-        except StopRequestedError as error:
-            reason, code = f"stopped: {error}", error.exit_code
-        except ConfigError as error:
-            reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
-        except SlipstreamError as error:
-            reason, code = f"failed: {error}", EXIT_FAILED
-            if shutil.disk_usage(run.folder).free == 0:
-                full = os.strerror(errno.ENOSPC)
-                reason, code = f"{_REFUSED}{full}: {run.folder} (run.dir)", EXIT_BAD_SETTINGS
-        except OSError as error:
-            if (trouble := disk_trouble(error)) is None:
-                raise
-            reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
+                outcome = RunOutcome("finished", "", 0)
+        except (StopRequestedError, SlipstreamError, OSError) as error:
+            folder = self._config.run.folder
+            outcome = outcome_of(error, folder, has_room=shutil.disk_usage(folder).free > 0)
         finally:
-            if code:
+            if outcome.code:
                 self._let_learner_save()
             # Signals that arrive now change nothing: deploy.stop_timeout_s bounds the clean-up.
-            self._end_roles(reason if code else "")
+            self._end_roles(outcome)
             self._site.close()
-        finish(run, self._newest, reason, self._view)
-        return code
+        finish(self._config.run, self._watcher.newest, outcome, self._view)
+        return outcome
 
     @property
     def has_stepped(self) -> bool:
         """True once the learner has visibly made a step."""
-        return self._newest is not None and self._newest.steps > 0
+        return self._watcher.newest is not None and self._watcher.newest.steps > 0
 
-    @property
-    def _newest(self) -> RunStatus | None:
-        return self._watcher.newest if self._watcher is not None else None
-
-    def _end_roles(self, reason: str) -> None:
-        """End all processes, the broker last; ``reason`` is empty if the run is complete."""
+    def _end_roles(self, outcome: RunOutcome) -> None:
+        """End all processes, the broker last."""
         supervisor = self._supervisor
-        if self._watcher is not None:
-            self._watcher.close()
+        self._watcher.close()
         roles = [name for name in supervisor.children if name != "broker"]
         if supervisor.runs("broker"):
             supervisor.stop(roles)
         else:  # roles would only wait for the broker
-            if reason and supervisor.children:
-                self._console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+            if outcome.code and supervisor.children:
+                print_trouble(self._console, outcome)
             supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
         supervisor.stop(["broker"])
-        supervisor.let_go()
 
     def _let_learner_save(self) -> None:
         """End the learner cleanly while the broker answers; a second signal cuts it off."""
         config, supervisor = self._config, self._supervisor
-        if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
-            return
-        status = self._newest
-        if not supervisor.runs("broker") or status is None or status.steps == 0:
+        status, runs = self._watcher.newest, supervisor.runs
+        can_save = config.learner.checkpoint.on_stop and runs("learner") and runs("broker")
+        if not can_save or status is None or status.steps == 0:
             return
         self._signals.forget()
         self._console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
@@ -189,9 +218,7 @@ class Session:
         if step < status.steps:
             self._console.print(
                 f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
-                f"{config.run.logs / 'learner.log'}",
-                style="bold red",
-                soft_wrap=True,
+                f"{config.run.logs / 'learner.log'}"
             )
 
     def _run(self) -> None:
@@ -205,24 +232,21 @@ class Session:
             supervisor.start(plan)
         if line := self._site.where_to_connect():
             self._console.print(line, soft_wrap=True)
-        self._watcher = StatusWatcher(self._site.run)
-        self._watcher.start()
-        self._watch(self._watcher)
+        self._watcher.start(self._site.run)
+        self._watch()
 
     def _await_broker(self) -> None:
         patience = self._patience_with_broker()
         while not self._site.broker_listens():
             self._supervisor.check()
-            child = self._supervisor.children["broker"]
-            if child.finished or patience.is_over():
-                why = "ended" if child.finished else patience.why
-                last = last_lines(child.log_file)
+            if patience.is_over():
+                log = self._supervisor.children["broker"].log_file
                 raise ChildDiedError(
-                    f"the broker did not start: it {why}; {child.log_file}:\n{last}"
+                    f"the broker did not start: it {patience.why}; {log}:\n{last_lines(log)}"
                 )
             time.sleep(_POLL_S)
 
-    def _watch(self, watcher: StatusWatcher) -> None:
+    def _watch(self) -> None:
         """Watch until every role except the broker has ended cleanly."""
         supervisor = self._supervisor
         limit = self._config.deploy.time_limit_s
@@ -233,43 +257,42 @@ class Session:
                 if time.monotonic() >= self._rotates_s:
                     self._rotates_s = time.monotonic() + _ROTATE_EVERY_S
                     rotate(self._config.run.logs, self._config.broker.logging)
-                self._scale(watcher)
-                self._record_ended(watcher)
+                self._scale()
+                self._record_ended()
                 if limit and time.monotonic() - started > limit:
                     raise ChildDiedError(
-                        f"the run took longer than deploy.time_limit_s = {limit:.0f}"
+                        f"the run took longer than deploy.time_limit_s = {limit:g}"
                     )
-                show(watcher)
+                show(self._watcher)
                 time.sleep(_POLL_S)
 
-    def _record_ended(self, watcher: StatusWatcher) -> None:
+    def _record_ended(self) -> None:
         names = self._names()
         for name in names:
             if name not in self._ended and self._supervisor.finished([name]):
                 self._ended.add(name)
                 same = [other for other in names if kind_of(other) == kind_of(name)]
                 if self._ended.issuperset(same) and not self._supervisor.left_out(name):
-                    self._require_complete(name, watcher)
+                    self._require_complete(name)
 
-    def _scale(self, watcher: StatusWatcher) -> None:
+    def _scale(self) -> None:
         """Start or end generators, as a request or the load asks for."""
         folder = self._config.run.folder
         if request := take_request(folder):
             refused = self._scale_to(request.generators, "as requested")
-            answer = ScaleAnswer(id=request.id, generators=self._num_generators(), refused=refused)
-            write_answer(folder, answer)
-        if not self._bounds.largest or (status := watcher.newest) is None or status.finished:
+            count = sum(self._generators().values())
+            write_answer(folder, ScaleAnswer(id=request.id, generators=count, refused=refused))
+        status, now_s = self._watcher.newest, time.monotonic()
+        if not self._bounds.largest or status is None or status.finished:
             return
-        now = time.monotonic()
-        if self._window is None:
-            self._window = (now, status)
-        began, before = self._window
-        if now - began < self._config.deploy.scale_every_s:
+        self._window = self._window or (now_s, status)
+        began_s, before = self._window
+        if now_s - began_s < self._config.deploy.scale_every_s:
             return
-        self._window = (now, status)
+        self._window = (now_s, status)
         if (waited := waited_between(before, status)) is None:
             return
-        count = self._num_generators()
+        count = sum(self._generators().values())
         wanted = count_by_load(count, waited, self._bounds)
         if wanted != count:
             why = f"the learner waited {waited.learner:.0%}, the generators {waited.generators:.0%}"
@@ -282,8 +305,8 @@ class Session:
                 f"{count} is not between deploy.min_generators = {self._bounds.smallest} and "
                 f"deploy.max_generators = {self._bounds.largest}"
             )
-        before = self._num_generators()
-        started, leaving = changes(self._generators(), count)
+        present = self._generators()
+        started, leaving = changes(present, count)
         try:
             plans = [self._site.generator(name) for name in started]
         except ConfigError as error:
@@ -293,7 +316,9 @@ class Session:
             self._supervisor.start(plan)
         for name in leaving:
             self._supervisor.leave(name)
-        self._console.print(f"generators: {before} -> {count}, {why}", highlight=False)
+        self._console.print(
+            f"generators: {sum(present.values())} -> {count}, {why}", highlight=False
+        )
         return ""
 
     def _generators(self) -> dict[str, bool]:
@@ -304,15 +329,12 @@ class Session:
             if kind_of(name) == "generator" and not child.finished
         }
 
-    def _num_generators(self) -> int:
-        return sum(self._generators().values())
-
     def _names(self) -> Sequence[str]:
         return [name for name in self._supervisor.children if name != "broker"]
 
-    def _require_complete(self, name: str, watcher: StatusWatcher) -> None:
+    def _require_complete(self, name: str) -> None:
         """Refuse the end of a role's last process before the run is over; others may leave."""
-        patience = self._patience_with_broker()
+        watcher, patience = self._watcher, self._patience_with_broker()
         ended_s = time.monotonic()
         while watcher.asked_s < ended_s:
             if patience.is_over():
@@ -331,48 +353,38 @@ class Session:
             self._console.print(words, soft_wrap=True, highlight=False)
 
         broker = self._supervisor.children["broker"]
-        return Patience("the broker to answer", _BROKER_START_S, broker.signs, log=report)
+        signs = lambda: broker.process.signs()  # noqa: E731 it may have restarted
+        return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
-def lock_run(run: RunSection) -> TextIO:
-    """Lock the run's folder; the kernel releases it when this process ends.
-
-    Raises:
-        ConfigError: another process holds the folder, or it cannot be written.
-    """
-    try:
-        run.logs.mkdir(parents=True, exist_ok=True)
-        lock = (run.folder / RUN_LOCK).open("a+")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"another process runs {run.folder}") from error
-    return lock
-
-
-def run_in_folder(run: RunSection, make_session: Callable[[], Session]) -> int:
-    """Run in the run's folder, locked meanwhile; return the exit code.
+def run_in_folder(
+    run: RunSection,
+    make_site: Callable[[], RunSite],
+    view: RunView,
+    watcher: StatusWatcher | None = None,
+) -> int:
+    """Run to the end in the run's folder, locked meanwhile; return the exit code.
 
     A folder created by a refused start is removed, so the next try can use the name.
 
     Raises:
         ConfigError: another process holds the folder, or it cannot be written.
     """
-    is_new = not run.folder.exists()
-    lock = lock_run(run)
-    try:
-        session = make_session()
-        code = session.run()
-        if code == EXIT_BAD_SETTINGS and is_new and not session.has_stepped:
+    is_new, signals = not run.folder.exists(), Signals()
+    with ExitStack() as held:
+        held.enter_context(signals.handled())
+        try:
+            run.logs.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run.folder / RUN_LOCK, f"runs {run.folder}"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+            ) from error
+        session = RunSession(make_site(), view, signals, watcher or StatusWatcher())
+        outcome = session.run()
+        if outcome.kind == "refused" and is_new and not session.has_stepped:
             shutil.rmtree(run.folder, ignore_errors=True)
-        return code
-    finally:
-        lock.close()
+        return outcome.code
 
 
 def missing_upload(checkpoint: Path) -> str:
@@ -384,31 +396,35 @@ def missing_upload(checkpoint: Path) -> str:
     return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"
 
 
-def finish(run: RunSection, newest: RunStatus | None, reason: str, view: View) -> None:
+def finish(run: RunSection, newest: RunStatus | None, outcome: RunOutcome, view: RunView) -> None:
     """Write the run's outcome into its summary, and show it."""
-    console = view.console
-    path = run.summary_file
-    outcome = reason.splitlines()[0]
+    console, path = view.console, run.summary_file
+    line = str(outcome).splitlines()[0]
     try:
         figures = json.loads(path.read_text()) if path.exists() else {}
         if not figures and newest is not None:
             figures = summary_of(newest)
-        replace_figures(path, figures | {"outcome": outcome})
+        replace_figures(path, figures | {"outcome": line})
     except OSError as error:
         console.print(f"no summary was written: {error}", style="red")
-    if outcome.startswith(_REFUSED):
-        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+    if outcome.kind == "refused":
+        print_trouble(console, outcome)
         return
     if newest is not None:
-        view.show_figures(newest, outcome)
+        view.show_figures(newest, line)
     checkpoint = newest_checkpoint(run.folder)
     if checkpoint is not None:
         best = best_checkpoint(run.folder)
         also = f", best {best}" if best not in {None, checkpoint} else ""
-        hint = "" if reason == "finished" else "; resume from it with --resume auto"
+        hint = "" if outcome.kind == "finished" else "; resume from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
-        if line := missing_upload(checkpoint):
-            console.print(line, style="bold red", highlight=False, soft_wrap=True)
-    if reason != "finished":
-        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+        if late := missing_upload(checkpoint):
+            print_trouble(console, late)
+    if outcome.kind != "finished":
+        print_trouble(console, outcome)
     console.print(f"figures in {path}")
+
+
+def print_trouble(console: Console, trouble: object) -> None:
+    """Print what the user must see."""
+    console.print(str(trouble), style="bold red", highlight=False, soft_wrap=True)

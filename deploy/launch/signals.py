@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP from the start of a run to the end of its clean-up."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slipstream.wire.process.stopping import count_once, heeded_signals
@@ -22,11 +22,17 @@ class Signals:
     def __init__(self) -> None:
         self._received: list[str] = []
         self._raises = False
-        self._is_held: Callable[[], bool] = lambda: False
+        self._is_held = False
 
-    def held_while(self, is_held: Callable[[], bool]) -> None:
-        """Delay signals while this is true."""
-        self._is_held = is_held
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise signals that arrive in this block at its end."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        self._raise_received()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -47,7 +53,7 @@ class Signals:
         """
         self._raises = True
         try:
-            self.raise_received()
+            self._raise_received()
             yield
         finally:
             self._raises = False
@@ -60,13 +66,13 @@ class Signals:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._received.clear()
 
-    def raise_received(self) -> None:
+    def _raise_received(self) -> None:
         """Raise a received signal, if it may be raised now."""
-        if self._raises and self._received and not self._is_held():
+        if self._raises and self._received and not self._is_held:
             self._raises = False  # raise once: the next signal belongs to the next block
             raise StopRequestedError(self._received.pop(0))
 
     def _take(self, signum: int, _frame: object) -> None:
         count_once(signum)
         self._received.append(signal.Signals(signum).name)
-        self.raise_received()
+        self._raise_received()

@@ -3,20 +3,20 @@
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.deploy.launch.starters import RoleProcess, Starter
+from slipstream.deploy.launch.starters import RoleProcess
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
-from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs
+from slipstream.wire.process.patience import END_AT_MOST, Patience
 from slipstream.wire.process.processes import last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
-_NO_SIGNS = Signs(0.0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class Child:
 
     plan: RolePlan
     log_file: Path
-    process: RoleProcess | None = None
+    process: RoleProcess
     failed_at_s: list[float] = field(default_factory=list)  # within the window
-    num_starts: int = 0
+    num_starts: int = 1
     restart_at_s: float | None = None
     finished: bool = False
     is_left_out: bool = False  # another process took its name and its place
@@ -35,12 +35,8 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """True if the process was started and has not ended."""
-        return self.process is not None and self.process.poll() is None
-
-    def signs(self) -> Signs:
-        """Return the signs of life; zeros between two processes."""
-        return self.process.signs() if self.process is not None else _NO_SIGNS
+        """True if the process has not ended."""
+        return self.process.poll() is None
 
 
 @dataclass(slots=True)
@@ -48,23 +44,24 @@ class Supervisor:
     """Owns the children of one run. Call it from the main thread."""
 
     logs: Path
-    starter: Starter
+    start_process: Callable[[RolePlan, Sequence[str], Path], RoleProcess]
+    """Starts a role with additional arguments; appends its output to the log."""
     max_restarts: int  # limit for one role within the window
     window_s: float
     backoff_s: float
     stop_timeout_s: float
+    give_back: Callable[[str], None] = lambda _name: None
+    """Frees the place of a role that has ended and will not restart."""
     now: Callable[[], float] = time.monotonic
     children: dict[str, Child] = field(default_factory=dict)
-    is_forking: bool = False
-    """True while no signal handler may raise: logging would stay locked, and a child be lost."""
-    on_forked: Callable[[], None] = lambda: None
-    """Called after a child was started: a handler may have waited."""
+    forking: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Block in which no signal handler raises: logging would stay locked, and a child be lost."""
 
     def start(self, plan: RolePlan) -> None:
         """Start a role."""
-        child = Child(plan, self.logs / f"{plan.name}.log")
-        self.children[plan.name] = child
-        self._spawn(child)
+        log = self.logs / f"{plan.name}.log"
+        with self.forking():
+            self.children[plan.name] = Child(plan, log, self.start_process(plan, (), log))
 
     def check(self) -> None:
         """Record ended roles; restart failed ones.
@@ -74,15 +71,22 @@ class Supervisor:
         """
         for child in list(self.children.values()):
             if child.restart_at_s is not None:
-                if self.now() >= child.restart_at_s and not self._runs_still(child):
-                    child.restart_at_s = None
-                    self._spawn(child)
-            elif child.process is not None and not child.finished:
-                self._look_at(child, child.process.poll())
+                due = [part for part in self._parts(child) if part.restart_at_s is not None]
+                if self.now() >= child.restart_at_s and not any(part.is_running for part in due):
+                    self._restart(child)
+            elif not child.finished:
+                self._look_at(child)
 
-    def _look_at(self, child: Child, code: int | None) -> None:
-        if child.leaving is not None:
-            self._see_off(child, child.leaving, code)
+    def _look_at(self, child: Child) -> None:
+        code, leaving = child.process.poll(), child.leaving
+        if leaving is not None and code is not None:
+            child.finished = True
+            child.process.release()
+            self.give_back(child.plan.name)
+        elif leaving is not None:
+            if leaving.is_over():
+                _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
+                child.process.send_signal(signal.SIGKILL)
         elif code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
             child.is_left_out = child.finished = True
             _log.warning(
@@ -95,18 +99,9 @@ class Supervisor:
         elif code is not None:
             self._failed(child, code)
 
-    def _see_off(self, child: Child, leaving: Patience, code: int | None) -> None:
-        if code is not None:
-            child.finished = True
-            self.starter.give_back(child.plan.name)
-        elif leaving.is_over() and child.process is not None:
-            _log.warning("%s %s after SIGTERM and is killed", child.plan.name, leaving.why)
-            child.process.send_signal(signal.SIGKILL)
-
     def runs(self, name: str) -> bool:
         """True if a role was started and has not ended."""
-        child = self.children.get(name)
-        return child is not None and child.is_running
+        return name in self.children and self.children[name].is_running
 
     def finished(self, names: Iterable[str]) -> bool:
         """True if all these roles ended cleanly, or were left out."""
@@ -120,10 +115,8 @@ class Supervisor:
         """Ask a role to hand its work back and end; the run continues without it."""
         child = self.children[name]
         child.restart_at_s = None
-        child.leaving = Patience(
-            f"{name} to end", self.stop_timeout_s, child.signs, at_most=END_AT_MOST, now=self.now
-        )
-        _signal(child, signal.SIGTERM)
+        child.leaving = self._patience(child, self.stop_timeout_s)
+        child.process.send_signal(signal.SIGTERM)
 
     def stop(
         self,
@@ -139,80 +132,63 @@ class Supervisor:
             timeout_s: Limit without a sign of life; None for deploy.stop_timeout_s.
             at_most: Multiple of timeout_s after which a role is killed whatever it does.
         """
-        chosen = list(self.children) if names is None else names
-        children = [self.children[name] for name in chosen if name in self.children]
-        running = [child for child in children if child.is_running]
-        for child in children:
-            child.restart_at_s = None
-        for child in running:
-            _signal(child, signal.SIGTERM)
+        chosen = set(self.children if names is None else names)
+        children = [child for name, child in self.children.items() if name in chosen]
         limit_s = self.stop_timeout_s if timeout_s is None else timeout_s
         patience: dict[str, Patience] = {}
-        for child in running:
-            name = child.plan.name
-            patience[name] = Patience(
-                f"{name} to end",
-                limit_s,
-                child.signs,
-                at_most=at_most,
-                log=_log.warning,
-                now=self.now,
-            )
-        while running:
-            running = [child for child in running if child.is_running]
+        for child in children:
+            child.restart_at_s = None
+            if child.is_running:
+                child.process.send_signal(signal.SIGTERM)
+                patience[child.plan.name] = self._patience(child, limit_s, at_most, _log.warning)
+        while running := [child for child in children if child.is_running]:
             for child in running:
                 name = child.plan.name
                 if name in patience and patience[name].is_over():
                     _log.warning("%s %s after SIGTERM and is killed", name, patience[name].why)
-                    _signal(child, signal.SIGKILL)
+                    child.process.send_signal(signal.SIGKILL)
                     del patience[name]
             time.sleep(_POLL_S)
         for child in children:
-            self.starter.sweep(child.plan.name)
-
-    def let_go(self) -> None:
-        """End what outlives a role, and release what is kept for all roles."""
-        self.starter.let_go()
-        for child in self.children.values():
-            if child.process is not None:
-                child.process.release()
-
-    def _spawn(self, child: Child) -> None:
-        again = child.plan.restart_arguments if child.num_starts else ()
-        child.num_starts += 1
-        if child.process is not None:
             child.process.release()
-        self.is_forking = True
-        try:
-            child.process = self.starter.start(child.plan, again, child.log_file)
-        finally:
-            self.is_forking = False
-        self.on_forked()
 
-    def _parts(self, child: Child) -> Iterator[Child]:
-        """Yield the other processes of the role, which start and restart with the child."""
-        whole = child.plan.part_of
-        for other in self.children.values():
-            if whole and other.plan.part_of == whole and other is not child:
-                yield other
+    def _patience(
+        self,
+        child: Child,
+        limit_s: float,
+        at_most: float = END_AT_MOST,
+        log: Callable[[str], None] = _log.info,
+    ) -> Patience:
+        what, signs = f"{child.plan.name} to end", child.process.signs
+        return Patience(what, limit_s, signs, at_most=at_most, log=log, now=self.now)
 
-    def _runs_still(self, child: Child) -> bool:
-        """True if a process of the role that is due to restart has not ended yet."""
-        parts = [child, *self._parts(child)]
-        return any(part.is_running and part.restart_at_s is not None for part in parts)
+    def _restart(self, child: Child) -> None:
+        plan, log = child.plan, child.log_file
+        child.restart_at_s = None
+        child.num_starts += 1
+        child.process.release()
+        with self.forking():
+            child.process = self.start_process(plan, plan.restart_arguments, log)
+
+    def _parts(self, child: Child) -> list[Child]:
+        """Return the processes that start and restart together with the child, and the child."""
+        whole, others = child.plan.part_of, self.children.values()
+        return [part for part in others if part is child or (whole and part.plan.part_of == whole)]
 
     def _failed(self, child: Child, code: int) -> None:
-        name = child.plan.name
-        self.starter.sweep(name)
-        words = child.process.last_words() if child.process is not None else ""
-        because = child.process.ended_because if child.process is not None else ""
+        name, because = child.plan.name, child.process.ended_because
+        words = child.process.last_words()
+        child.process.release()
         if code == EXIT_BAD_SETTINGS:
             reason = words or because or last_lines(child.log_file, 1).strip()
             raise ConfigError(f"{name}: {reason}")
         now = self.now()
         child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]
         failures = len(child.failed_at_s)
-        how = f"{_how(code)}{f': {because}' if because else ''}"
+        ended = f"ended with code {code}"
+        if code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+        how = f"{ended}: {because}" if because else ended
         if failures > self.max_restarts or code == EXIT_SUPERSEDED:
             often = "" if failures == 1 else f" (failure {failures})"
             raise ChildDiedError(
@@ -220,19 +196,7 @@ class Supervisor:
             )
         delay = self.backoff_s * 2 ** (failures - 1)
         _log.warning("%s %s; restarting it in %.1f s", name, how, delay)
-        child.restart_at_s = now + delay
-        for other in self._parts(child):
-            other.finished = False
-            other.restart_at_s = child.restart_at_s
-            _signal(other, signal.SIGKILL)
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
-
-
-def _signal(child: Child, signum: signal.Signals) -> None:
-    if child.process is not None and child.process.poll() is None:
-        child.process.send_signal(signum)
+        for part in self._parts(child):
+            part.finished = False
+            part.restart_at_s = now + delay
+            part.process.send_signal(signal.SIGKILL)

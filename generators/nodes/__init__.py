@@ -1,6 +1,6 @@
 """One engine whose ranks are on several hosts: node 0 leads, the others follow (docs/adr/0052).
 
-book, card and verdict decide; leader and follower have the link, service runs a follower
-and host_fetcher its half of a publish.
+weightbus.hosts has their meeting; here is what an engine adds to it: versions, which each host
+fetches for itself, and the server with the ranks of a host.
 Imported by generators.main and generators.service.
 """

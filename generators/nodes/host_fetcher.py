@@ -5,7 +5,7 @@ import logging
 
 import zmq.asyncio
 
-from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.follower import EngineFollower
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
@@ -26,7 +26,7 @@ class HostFetcher:
         self,
         bus: WeightBusSection,
         node: int,
-        link: FollowerLink,
+        link: EngineFollower,
         staging: Staging,
         tensors: TensorSet,
         key: ClientKey,

@@ -3,31 +3,26 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
-import zmq.asyncio
-
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.nodes.card import facts_of
-from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.follower import EngineFollower
 from slipstream.generators.nodes.host_fetcher import HostFetcher
-from slipstream.generators.nodes.leader import EXPLAIN_S, SETTLE_S
-from slipstream.generators.nodes.limits import MOST_TEXT
-from slipstream.generators.nodes.place import NodePlace
-from slipstream.generators.nodes.verdict import is_of_peers
+from slipstream.generators.nodes.leader import FAILED
+from slipstream.generators.nodes.membership import membership_of
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
 from slipstream.generators.versions.received import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
-from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, text_of
-from slipstream.wire.files.keys import read_client_key
+from slipstream.weightbus.hosts.explained import explained
+from slipstream.weightbus.hosts.follower import following
+from slipstream.weightbus.hosts.membership import HostPlace
+from slipstream.weightbus.hosts.verdict import ended_by
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.run_until import running, unless
-from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.rendezvous import Address
 
@@ -36,7 +31,7 @@ _DRAIN_S = 60.0  # wait for node 0 to hand its work back, when this node was ask
 
 
 async def follow(
-    settings: GeneratorSettings, name: str, place: NodePlace, health: Health | None = None
+    settings: GeneratorSettings, name: str, place: HostPlace, health: Health | None = None
 ) -> None:
     """Run the ranks of one host for node 0, until it ends.
 
@@ -51,18 +46,16 @@ async def follow(
     health.drains_when(stop.is_set)
     health.waits_for(f"node 0 of its engine at {place.address}")
     tensors = model_tensors(settings.model, dtype=settings.dtype)
-    key = read_client_key(Path(settings.run.key_file))
-    link = FollowerLink(
-        place, facts_of(settings, name), key, silence_s=settings.generators.node_silence_s
-    )
+    own = membership_of(settings, name, place)
+    link = EngineFollower(own)
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
         part = f"{name}-node-{place.node}"
         staging = await cleanup.enter_async_context(room_for(settings, part, tensors))
-        linking = await cleanup.enter_async_context(_linked(link))
-        starting = link.until_started(settings.generators.rendezvous_timeout_s)
-        order = await unless(starting, stopping, linking)
+        keeping_up = following(link, lambda: ended_by(place.node, sys.exception()))
+        linking = await cleanup.enter_async_context(keeping_up)
+        order = await unless(link.until_started(), stopping, linking)
         if order is None:
             _end_as_told(link)
             return
@@ -71,17 +64,17 @@ async def follow(
         process = SglangProcess.start(settings, name, node)
         cleanup.push_async_callback(asyncio.to_thread, process.stop)  # signs of life continue
         await link.report("starting")
-        fetcher = HostFetcher(settings.weightbus, place.node, link, staging, tensors, key)
+        fetcher = HostFetcher(settings.weightbus, place.node, link, staging, tensors, own.key)
         async with running(_serve(process, settings, link), fetcher.run()) as jobs:
             with health.main_loop(lambda: link.num_heard, lambda: _missing(link)):
                 await _until_ended(link, process, {*jobs, linking}, stopping)
 
 
-def _missing(link: FollowerLink) -> str:
+def _missing(link: EngineFollower) -> str:
     return "" if link.state == "running" else "its engine starts"
 
 
-async def _serve(process: SglangProcess, settings: GeneratorSettings, link: FollowerLink) -> None:
+async def _serve(process: SglangProcess, settings: GeneratorSettings, link: EngineFollower) -> None:
     """Report once the ranks of this host run; raise if they end."""
     await process.until_ready(settings.generators.start_timeout_s)
     _log.info("its ranks run")
@@ -91,7 +84,7 @@ async def _serve(process: SglangProcess, settings: GeneratorSettings, link: Foll
 
 
 async def _until_ended(
-    link: FollowerLink,
+    link: EngineFollower,
     process: SglangProcess,
     jobs: "set[asyncio.Task[Any]]",
     stopping: "asyncio.Task[object]",
@@ -112,7 +105,7 @@ async def _until_ended(
 
 
 async def _raise_failure(
-    link: FollowerLink, process: SglangProcess, jobs: "set[asyncio.Task[Any]]"
+    link: EngineFollower, process: SglangProcess, jobs: "set[asyncio.Task[Any]]"
 ) -> None:
     """Raise the error that ended a job, unless node 0 is the reason and reports it."""
     for job in jobs:
@@ -124,55 +117,14 @@ async def _raise_failure(
             if (code := process.process.poll()) is None:
                 raise
             own = process.reason()
-            if why := await _other_than(link, own):
-                raise PeerLostError(why) from error
+            end = await explained(link, own, FAILED)
+            if link.end is None and end.node != link.node:
+                raise PeerLostError(link.line(end)) from error
             if link.end is None:  # node 0 gets the first line
                 raise ChildDiedError(f"SGLang ended with code {code}: {own}\n{error}") from error
 
 
-async def _other_than(link: FollowerLink, own: str) -> str:
-    """Return why node 0 ended this node's server; empty if it did not, or reports the reason.
-
-    Args:
-        link: Link to node 0.
-        own: Reason that the server ended.
-    """
-    limit_s = EXPLAIN_S + SETTLE_S if is_of_peers(own) else SETTLE_S
-    try:
-        async with asyncio.timeout(limit_s):
-            while link.end is None and link.silent_s < EXPLAIN_S:
-                await link.next_change()
-    except TimeoutError:
-        return ""
-    if link.end is not None:
-        return ""
-    return (
-        f"{link.leader_named} ended: a server of the engine failed and it gave no sign of life for "
-        f"{EXPLAIN_S:g} s"
-    )
-
-
-def _end_as_told(link: FollowerLink) -> None:
+def _end_as_told(link: EngineFollower) -> None:
     """Raise node 0's reason, unless this node or node 0 was asked to end."""
     if link.end is not None and not link.end.is_orderly:
-        raise PeerLostError(
-            f"{link.leader_named} ended: {one_line(link.end.reason, most=MOST_TEXT)}"
-        )
-
-
-@asynccontextmanager
-async def _linked(link: FollowerLink) -> "AsyncIterator[asyncio.Task[None]]":
-    """Keep up a link while the block runs; then report why this node ends."""
-    context = zmq.asyncio.Context()
-    socket = link.open(context)
-    linking = asyncio.create_task(link.run(socket))
-    try:
-        yield linking
-    finally:
-        error = sys.exception()
-        has_reason = error is not None and link.end is None
-        await link.leave(text_of(error) if has_reason and error is not None else "")
-        linking.cancel()
-        await asyncio.gather(linking, return_exceptions=True)
-        socket.close()
-        context.term()
+        raise PeerLostError(link.line(link.end))

@@ -1,4 +1,5 @@
-"""A learner on several hosts: where its ranks are, how they meet, and what ends them together.
+"""A learner on several hosts: what its hosts compare, and what ends when another host has ended.
 
-launch calls it before any collective; card and verdict decide, meeting and watch act.
+weightbus.hosts has their meeting, which comes before any collective.
+Imported by learner.launch.
 """

@@ -1,4 +1,4 @@
-"""Facts that a node presents when the nodes meet, and reasons that two cannot train together."""
+"""Facts that the nodes of a learner must have in common before they train together."""
 
 import json
 from importlib.metadata import version as package_version
@@ -13,15 +13,6 @@ _OF_A_HOST = frozenset({"threads"})  # settings of [learner] that may differ bet
 _RUN = ("mode", "steps", "group_size", "groups_per_step", "seed")
 _BUS = ("bucket_bytes", "parts", "probe_every", "probe_sequences", "probe_tokens")
 _PACKAGES = ("torch", "megatron-core")
-
-
-class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that came as a node."""
-
-    node: int
-    host: str
-    pid: int
-    facts: dict[str, str]  # equal on all nodes; in the order of comparison
 
 
 def facts_of(

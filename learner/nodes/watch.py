@@ -1,113 +1,123 @@
-"""Notices on each node that the learner has ended on another, and ends it here.
+"""Meets the other hosts of a learner, notices that one of them has ended, and ends this one.
 
-Two threads run besides the training thread. The *pulse* exchanges signs of life through node 0's
-store, and may be held up by it. The *watch* is never held up: it reads what the pulse has heard,
-this node's ranks and the clock, and decides (verdict.py). The training thread may be inside a
-collective that never ends: if it does not end by itself, the process is ended around it. The
-process's ranks end with it, the relay does not. Keys:
-
-    life/K   counted up by node K        stop/K   node K was asked to end
-    done/K   node K has nothing to do    ended    node whose end ends the learner, and why
+A thread with an event loop keeps up the link and is never held up: it reads what the link has
+heard, this node's ranks and the clock, and decides (weightbus/hosts/verdict.py). The training
+thread may be inside a collective that never ends: if it does not end by itself, the process is
+ended around it. The process's ranks end with it, the relay does not.
 """
 
+import asyncio
 import logging
 import os
+import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
-import msgspec
-
+from slipstream.learner.config import LearnerSettings
 from slipstream.learner.layout import Place
-from slipstream.learner.nodes.meeting import LateComers, Meeting
-from slipstream.learner.nodes.verdict import Ended, View, ended_by, is_of_collective, verdict_of
+from slipstream.learner.nodes.membership import (
+    is_listened_at,
+    key_file,
+    membership_of,
+    new_key,
+    newest_key,
+    shown_key,
+)
 from slipstream.learner.stop import StopRequest
-from slipstream.weightbus.net import threads
-from slipstream.wire.errors import ChildDiedError, PeerLostError
+from slipstream.weightbus.hosts.follower import HostFollower, following
+from slipstream.weightbus.hosts.leader import HostLeader, leading
+from slipstream.weightbus.hosts.membership import MOST_TEXT, Membership
+from slipstream.weightbus.hosts.verdict import SETTLE_S, HostEnd, HostView, ended_by, verdict_of
+from slipstream.weightbus.net.threads import in_own_thread
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.safe_text import one_line
+from slipstream.wire.settings.rendezvous import Address
 
 _log = logging.getLogger(__name__)
-_PULSE_S = 0.5
+EXIT_COLLECTIVE = 4  # exit code after a failed collective: another rank is the reason
+_CAUSED = (EXIT_COLLECTIVE, -signal.SIGABRT)  # NCCL's watchdog aborts
+_COLLECTIVES = ("gloo", "nccl")  # torch raises their failures as RuntimeError, named in the text
 _WATCH_S = 0.25
 _GRACE_S = 5.0  # time for the training thread to end by itself, with a better reason
 _STOP_GRACE_S = 5.0  # time for node 0 to be asked to end, too, after another node was
-_SETTLE_S = 1.5  # time for the last signs of life of a node to arrive
-_EXPLAIN_S = 3.0  # then, after a failed collective: time for node 0 to find the silent node
-_HEAR_S = 10.0  # time for the others to hear it from node 0
-_SPREAD_S = 5.0  # time for the other nodes to hear why this one ends; nothing depends on it
+_HEAR_S = 10.0  # after a failed collective: time to hear the reason
+_SEEN_S = 10.0  # time for node 0's file to appear on another node: file systems cache names
 _POLL_S = 0.05
+_POLL_KEY_S = 1.0
 
 
-@dataclass(slots=True)
-class _Heard:
-    """News from the pulse for the other threads; values are replaced, never changed."""
+def is_of_collective(error: BaseException) -> bool:
+    """Return True if an error says that a collective failed here, for a reason elsewhere."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES)
 
-    life: Mapping[int, int] = field(default_factory=dict)
-    stopping: frozenset[int] = frozenset()
-    done: frozenset[int] = frozenset()
-    ended: Ended | None = None
-    lost: str = ""
-    rounds: int = 0  # complete exchanges
+
+def end_of_ranks(codes: Mapping[int, int]) -> tuple[str, bool]:
+    """Return why ranks of a node ended, by exit code, and whether another node is the cause."""
+    for rank, code in sorted(codes.items(), key=lambda item: (item[1] in _CAUSED, item[0])):
+        return f"its rank {rank} ended with code {code}", code in _CAUSED
+    return "", False
 
 
 class NodeWatch:
-    """Watches the other nodes, and reports this one to them, while its block runs.
+    """Meets the other nodes, watches them, and reports this one to them, while its block runs.
 
     An error of the block is reported to them. If a collective failed, the block ends with the
     reason for that instead; or cleanly (``SystemExit``), if node 0 was asked to end.
     """
 
     def __init__(
-        self,
-        meeting: Meeting,
-        place: Place,
-        stop: StopRequest,
-        *,
-        silence_s: float,
-        end_timeout_s: float,
+        self, settings: LearnerSettings, place: Place, facts: Mapping[str, str], stop: StopRequest
     ) -> None:
         """Prepare.
 
         Args:
-            meeting: meeting of all nodes; the watch now owns its store's client.
-            place: this node.
-            stop: requests to stop this process.
-            silence_s: silence after which a node is gone.
-            end_timeout_s: time for the other nodes to end after node 0.
+            settings: Settings of the learner.
+            place: This node.
+            facts: Facts that every node must have in common.
+            stop: Requests to stop this process.
         """
-        self._store = meeting.store
-        self._address = meeting.address
-        self._hosts = meeting.hosts
+        self._settings = settings
         self._place = place
         self._node = place.node
-        self._others = [node for node in range(place.layout.nodes) if node != place.node]
+        self._facts = facts
         self._stop = stop
-        self._silence_s = silence_s
-        self._end_timeout_s = end_timeout_s
-        self._late = LateComers(meeting.store, place, meeting.hosts)
-        self._heard = _Heard()
-        self._posts: list[tuple[str, str]] = []  # posts for the pulse to write
+        self._file = key_file(settings)
+        self._end_timeout_s = settings.learner.timeout_s
+        self._link: HostLeader | HostFollower | None = None
+        self._store: tuple[Address, socket.socket | None] | None = (
+            None  # meeting point of the ranks
+        )
+        self._found: HostEnd | None = None  # verdict on this node's end
+        self._own: HostEnd | None = None  # end of this node, for the others
         self._children: Mapping[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # decides which thread ends the process
         self._is_handled = False  # the training thread ends the process
-        self._is_over = threading.Event()
-        self._patience: dict[int, tuple[int, Patience]] = {}  # node: last life, patience since
         self._stopping_since_s: float | None = None
-        self._trouble_s: float | None = None  # when a collective failed on this node
-        self._before: tuple[float, Mapping[int, int]] | None = None  # signs of life after that
+        self._trouble_s: float | None = None  # when something failed on this node
+        self._loop = BackgroundLoop()
+        self._cleanup = ExitStack()
 
     def ranks_here(self, children: "Mapping[int, subprocess.Popen[bytes]]") -> None:
         """Watch the other ranks of this node, by rank."""
         self._children = children
 
     def __enter__(self) -> Self:
-        """Begin."""
-        threads.start(self._pulse)
-        threads.start(self._watch)
+        """Begin to meet the others."""
+        self._cleanup.enter_context(self._loop)
+        self._loop.start(self._run())
         return self
 
     def __exit__(
@@ -123,214 +133,224 @@ class NodeWatch:
             ChildDiedError: this node has, inside a collective.
             SystemExit: node 0 was asked to end.
         """
-        try:
+        with self._cleanup:
             if error is None:
                 self._finish()
                 return
             with self._lock:
                 self._is_handled = True
+            end = ended_by(self._node, error)
+            self._own = self._explained() or end if is_of_collective(error) else end
             if is_of_collective(error):
-                ended = self._explained() or ended_by(self._node, error)
-                self._tell(ended)
-                self._end_for(self._heard.ended or ended, error)
-            self._tell(ended_by(self._node, error))
-        finally:
-            self._is_over.set()
+                self._end_for(self._own, error)
 
     # ---- the training thread -------------------------------------------------
 
+    def meet(self) -> tuple[Address, socket.socket | None]:
+        """Wait until all nodes begin; return where their ranks meet, on node 0 with its listener.
+
+        Raises:
+            ConfigError: the nodes cannot train together, or this one does not see the run folder.
+            NameTakenError: another process is this node.
+            PeerLostError: a node did not come in time, or has ended.
+        """
+        while self._store is None:
+            self._loop.check()
+            if self._found is not None:
+                self._end_for(self._found, None)
+            time.sleep(_POLL_S)
+        return self._store
+
     def _finish(self) -> None:
         """Report that this node has nothing more to do; node 0, which holds the store, is last."""
-        self._post(f"done/{self._node}", "yes")
+        link = self._link
+        if isinstance(link, HostFollower):
+            self._loop.run(link.report("done"))
         patience = Patience("the other nodes to end", self._end_timeout_s)
-        while True:
-            may_leave = self._may_leave()  # read first: a node that ends for a reason posts both
-            if (ended := self._heard.ended) is not None and ended.node != self._node:
+        while not self._may_leave():
+            self._loop.check()
+            if (found := self._found) is not None:
                 with self._lock:
                     self._is_handled = True
-                self._end_for(ended, None)
-            if may_leave:
-                break
-            if self._heard.lost and self._node != 0:
-                break  # node 0 was done before our post arrived, or its watch ends the others
+                self._own = found
+                self._end_for(found, None)
             if patience.is_over():
-                late = [self._named(node) for node in self._others if node not in self._heard.done]
+                self._own = HostEnd(self._node, "it waited too long for the end of others")
+                nodes = link.book.not_in("done") if isinstance(link, HostLeader) else [0]
+                late = ", ".join(map(self._named, nodes))
                 raise PeerLostError(
-                    f"{', '.join(late)} did not end within {self._end_timeout_s:g} s after "
-                    "node 0 (learner.timeout_s)"
+                    f"{late} did not end within {self._end_timeout_s:g} s after "
+                    f"node {self._node} (learner.timeout_s)"
                 )
             time.sleep(_POLL_S)
         with self._lock:
             self._is_handled = True
+        self._own = HostEnd(self._node, "", is_orderly=True)
 
     def _may_leave(self) -> bool:
-        done = self._heard.done
-        if self._node != 0:
-            return self._node in done
-        return done.issuperset(self._others)
+        link = self._link
+        if isinstance(link, HostLeader):
+            return not link.book.not_in("done")
+        return link is not None and link.end is not None and not link.end.text
 
-    def _explained(self) -> Ended | None:
-        """Wait for the end that made a collective fail here; None if it stays unknown.
-
-        Node 0 takes a node for gone if it gives no sign of life from now on. The other nodes wait
-        longer, for node 0's finding.
-        """
+    def _explained(self) -> HostEnd | None:
+        """Wait for the end that made a collective fail here; None if it stays unknown."""
         self._note_trouble()
-        wait_s = _SETTLE_S + _EXPLAIN_S + _PULSE_S if self._node == 0 else _HEAR_S
-        end_s = time.monotonic() + wait_s
-        while time.monotonic() < end_s:
-            if (ended := self._seen()) is not None:
-                return ended
+        end_s = time.monotonic() + _HEAR_S
+        while self._found is None and time.monotonic() < end_s:
             time.sleep(_POLL_S)
-        return None
+        return self._found
 
     def _note_trouble(self) -> None:
         if self._trouble_s is None:
             self._trouble_s = time.monotonic()
 
-    def _tell(self, ended: Ended) -> None:
-        """Tell the other nodes why this one ends; the first such report stays."""
-        self._post("ended", msgspec.json.encode(ended).decode())
-        end_s = time.monotonic() + _SPREAD_S
-        while time.monotonic() < end_s and not self._heard.lost:
-            heard = self._heard
-            if heard.ended is not None and (self._node != 0 or heard.done.issuperset(self._others)):
-                return
-            time.sleep(_POLL_S)
-
-    def _end_for(self, ended: Ended, error: BaseException | None) -> None:
-        line = ended.line(self._place.layout, self._hosts)
-        if ended.exit_code(self._node, asked_to_stop=self._stop.arrived > 0) == 0:
+    def _end_for(self, end: HostEnd, error: BaseException | None) -> NoReturn:
+        line = self._line(end)
+        if end.exit_code(self._node, asked_to_stop=self._stop.arrived > 0) == 0:
             _log.info("%s", line)
             raise SystemExit(0) from error
-        if ended.node == self._node:
+        if end.node == self._node:
             raise ChildDiedError(line) from error
         raise PeerLostError(line) from error
 
+    def _named(self, node: int) -> str:
+        if self._link is None:
+            return self._place.layout.named(node, socket.gethostname())
+        return self._link.named(node)
+
+    def _line(self, end: HostEnd) -> str:
+        return f"{self._named(end.node)} ended: {one_line(end.text, most=MOST_TEXT)}"
+
+    # ---- the link ------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Keep up the link until cancelled; or end this process around its training."""
+        await (self._follow() if self._node else self._lead())
+        end = self._own or HostEnd(self._node, "for no known reason")
+        code = end.exit_code(self._node, asked_to_stop=self._stop.arrived > 0)
+        _log.log(logging.ERROR if code else logging.INFO, "%s", self._line(end))
+        logging.shutdown()
+        os._exit(code)
+
+    async def _lead(self) -> None:
+        key = new_key()
+        leader = self._link = HostLeader(self._membership(key))
+
+        async with leading(leader, lambda: self._own or ended_by(0, sys.exception())):
+            others = self._place.layout.nodes - 1
+            _log.info("node 0 listens at %s for %d more", self._place.address, others)
+            with shown_key(self._file, key):
+                await leader.until_all_are_there()
+                self._store = await leader.start_all()
+                await self._watch(leader)
+
+    async def _follow(self) -> None:
+        limit_s = self._settings.learner.rendezvous_timeout_s
+        patience = Patience(f"node 0 at {self._place.address}", limit_s)
+        while not await self._visit(await self._seen_key(patience), patience):
+            pass
+
+    async def _visit(self, key: ClientKey, patience: Patience) -> bool:
+        """Follow node 0 to the end; return False if it is lost before all nodes begin.
+
+        It may be restarted then.
+        """
+        follower = self._link = HostFollower(self._membership(key))
+        async with following(follower, lambda: self._own or ended_by(self._node, None)) as linking:
+            try:
+                async with running(self._until_key_changes(key)) as (changing,):
+                    start = await unless(follower.until_started(patience), linking, changing)
+            except PeerLostError:
+                if patience.is_over():
+                    raise
+                return False
+            if start is not None:
+                await follower.report("running")
+                self._store = Address(start.host, start.port), None
+            elif follower.end is None:
+                return False
+            await self._watch(follower)
+        return True
+
+    def _membership(self, key: ClientKey) -> Membership:
+        return membership_of(self._settings, self._place, self._facts, key)
+
+    async def _seen_key(self, patience: Patience) -> ClientKey:
+        """Return the key of node 0 once it is in the run folder.
+
+        Raises:
+            ConfigError: node 0 listens and its key does not appear, or it is not a key.
+            PeerLostError: no node 0 came in time.
+        """
+        file, address, own = self._file, self._place.address, self._named(self._node)
+        lacks = (
+            f"the file {file.name} that node 0 at {address} writes into {file.parent}: it is not "
+            "there; run.dir must be on a file system that all nodes share, at the same path"
+        )
+        shown_s = 0.0  # time in which something listened there
+        while (key := await in_own_thread(lambda: newest_key(file))) is None:
+            is_there = await in_own_thread(lambda: is_listened_at(address))
+            if shown_s > _SEEN_S:
+                raise ConfigError(f"{own} does not see {lacks}")
+            if patience.is_over():
+                why = f"something listens, without {lacks}" if is_there else "nobody listens there"
+                limit = f"{self._settings.learner.rendezvous_timeout_s:g} s"
+                raise PeerLostError(
+                    f"{own} does not reach node 0 at {address} (--rendezvous) within {limit} "
+                    f"(learner.rendezvous_timeout_s): {why}"
+                )
+            await asyncio.sleep(_WATCH_S)
+            shown_s = shown_s + _WATCH_S if is_there else 0.0
+        return key
+
+    async def _until_key_changes(self, key: ClientKey) -> None:
+        while await in_own_thread(lambda: newest_key(self._file)) in {None, key}:  # noqa: ASYNC110 a file
+            await asyncio.sleep(_POLL_KEY_S)
+
     # ---- the watch -----------------------------------------------------------
 
-    def _watch(self) -> None:
-        while not self._is_over.wait(_WATCH_S):
-            if self._stop.arrived and self._node != 0:
-                self._post(f"stop/{self._node}", "yes")
-            if self._stop.arrived > 1 and self._node != 0:
-                self._force(Ended(node=self._node, text="it was asked to end twice", orderly=True))
-            ended = self._seen()
-            if ended is not None:
-                by_itself = ended.node != self._node or not self._stop.arrived
-                self._force(ended, grace_s=_GRACE_S if by_itself else 0.0)
+    async def _watch(self, link: HostLeader | HostFollower) -> None:
+        """Return once this process has to end around its training, which does not end by itself."""
+        while True:
+            arrived = self._stop.arrived
+            self._found = self._found or verdict_of(self._view(link))
+            if isinstance(link, HostFollower) and arrived:
+                if link.state == "running":
+                    await link.report("stopping")
+                if arrived > 1:
+                    self._found = HostEnd(self._node, "it was asked to end twice", is_orderly=True)
+            if self._found is not None:
+                await link.tell(self._found)
+                by_itself = self._found.node != self._node or not arrived
+                await asyncio.sleep(_GRACE_S if by_itself else 0.0)
+                self._lock.acquire()  # the training thread does not get it any more
+                if not self._is_handled:
+                    self._own = self._found
+                    return
+                self._lock.release()
+            await asyncio.sleep(_WATCH_S)
 
-    def _seen(self) -> Ended | None:
-        heard = self._heard
-        dead = {r: code for r, child in self._children.items() if (code := child.poll())}
-        if dead:
+    def _view(self, link: HostLeader | HostFollower) -> HostView:
+        view = link.view("a collective failed")
+        codes = {rank: code for rank, child in self._children.items() if (code := child.poll())}
+        own, own_is_caused = end_of_ranks(codes)
+        if own or view.reported:
             self._note_trouble()
-        trouble_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
-        if trouble_s > _SETTLE_S and self._before is None:
-            self._before = time.monotonic(), heard.life
-        return verdict_of(
-            View(
-                node=self._node,
-                ended=heard.ended,
-                lost=heard.lost and f"its store at {self._address} is gone: {heard.lost}",
-                silent=self._silence_of_node_0(heard) if self._node else "",
-                silent_nodes={} if self._node else self._silent_nodes(heard),
-                dead_ranks=dead,
-                is_unexplained=trouble_s > _HEAR_S,
-                stopping=heard.stopping,
-                stop_is_ours=self._may_be_ours(heard),
-            )
+        since_s = time.monotonic() - self._trouble_s if self._trouble_s is not None else 0.0
+        return replace(
+            view,
+            own=own,
+            own_is_caused=own_is_caused,
+            silent=view.silent if since_s > SETTLE_S else {},
+            stop_is_ours=self._may_be_ours(view.stopping),
+            is_final=since_s > _HEAR_S,
         )
 
-    def _may_be_ours(self, heard: _Heard) -> bool:
+    def _may_be_ours(self, stopping: Set[int]) -> bool:
         """Return True while a stop of other nodes may be a stop of the whole learner."""
-        if not heard.stopping or self._stop.arrived:
+        if not stopping or self._stop.arrived:
             return True
         if self._stopping_since_s is None:
             self._stopping_since_s = time.monotonic()
         return time.monotonic() - self._stopping_since_s < _STOP_GRACE_S
-
-    def _silence_of_node_0(self, heard: _Heard) -> str:
-        return self._silence(0, heard.rounds)
-
-    def _silent_nodes(self, heard: _Heard) -> dict[int, str]:
-        nodes = [node for node in self._others if node not in heard.done]
-        found = {node: self._silence(node, heard.life.get(node, 0)) for node in nodes}
-        since_s, before = self._before or (time.monotonic(), {})
-        if time.monotonic() - since_s > _EXPLAIN_S:
-            for node in nodes:
-                if heard.life.get(node, 0) == before.get(node, 0):
-                    found[node] = f"a collective failed and no sign of life for {_EXPLAIN_S:g} s"
-        return {node: text for node, text in found.items() if text}
-
-    def _silence(self, node: int, life: int) -> str:
-        """Return why a node counts as gone, by its count of signs of life; empty if not gone."""
-        count, patience = self._patience.get(node, (-1, None))
-        if patience is None or count != life:
-            what = f"a sign of life of {self._named(node)}"
-            self._patience[node] = (life, Patience(what, self._silence_s))
-            return ""
-        if not patience.is_over():
-            return ""
-        return f"it gave no sign of life for {self._silence_s:g} s (learner.node_silence_s)"
-
-    def _force(self, ended: Ended, *, grace_s: float = 0.0) -> None:
-        """End this process, if the training thread does not end it within the grace."""
-        if self._heard.ended is None:
-            self._post("ended", msgspec.json.encode(ended).decode())
-        end_s = time.monotonic() + grace_s
-        while time.monotonic() < end_s:
-            if self._is_handled or self._is_over.wait(_POLL_S):
-                return
-        with self._lock:
-            if self._is_handled or self._is_over.is_set():
-                return
-            self._tell(ended)
-            ended = self._heard.ended or ended
-            code = ended.exit_code(self._node, asked_to_stop=self._stop.arrived > 0)
-            line = ended.line(self._place.layout, self._hosts)
-            _log.log(logging.ERROR if code else logging.INFO, "%s", line)
-            logging.shutdown()
-            os._exit(code)
-
-    # ---- the pulse -----------------------------------------------------------
-
-    def _post(self, key: str, value: str) -> None:
-        if (key, value) not in self._posts:
-            self._posts.append((key, value))
-
-    def _pulse(self) -> None:
-        posted = 0
-        while True:
-            try:
-                for key, value in self._posts[posted:]:
-                    if key == "ended":
-                        self._store.compare_set(key, "", value)
-                    else:
-                        self._store.set(key, value)
-                    posted += 1
-                self._exchange()
-            except RuntimeError as error:  # torch: the connection is closed
-                self._heard.lost = self._heard.lost or str(error).partition("\n")[0]
-                return
-            if self._is_over.wait(0.0 if len(self._posts) > posted else _PULSE_S):
-                return
-
-    def _exchange(self) -> None:
-        """Give a sign of life and read the other nodes' posts."""
-        heard, store = self._heard, self._store
-        store.add(f"life/{self._node}", 1)
-        nodes = range(self._place.layout.nodes)
-        heard.life = {node: int(store.add(f"life/{node}", 0)) for node in nodes}
-        heard.stopping = frozenset(node for node in nodes if store.check([f"stop/{node}"]))
-        done = frozenset(node for node in nodes if store.check([f"done/{node}"]))
-        if heard.ended is None and store.check(["ended"]):  # last: it may explain the rest
-            heard.ended = msgspec.json.decode(store.get("ended"), type=Ended)
-            self._post(f"done/{self._node}", "yes")  # node 0 need not wait for us
-        heard.done = done
-        if self._node == 0:
-            self._late.look(heard.life)
-        heard.rounds += 1
-
-    def _named(self, node: int) -> str:
-        return self._place.layout.named(node, self._hosts.get(node, ""))

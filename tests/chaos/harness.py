@@ -272,7 +272,7 @@ def chaos_run(
     ]
     supervisor = Supervisor(
         logs=folder / "runs" / "chaos" / "logs",
-        starter=LocalStarter(folder / "scratch"),
+        start_process=LocalStarter(folder / "scratch").start,
         max_restarts=1_000,
         window_s=0.5,
         backoff_s=0.05,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.deploy.launch.role_host import RoleHost
+from slipstream.deploy.launch.cluster.role_host import RoleHost
 from slipstream.wire.files.run_folder import SUMMARY
 from tests.e2e.hosts import Host, end, several_hosts, toml_of
 from tests.support.listening import Listener, listeners_of

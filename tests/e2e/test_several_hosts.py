@@ -133,17 +133,18 @@ def test_a_learner_on_several_hosts_trains_and_publishes_for_an_engine_on_two(
         (8081, "HTTP"),  # its health
         (5600, "ROUTER"),  # the relay
         (5601, "ROUTER"),  # where it serves buckets
+        (29400, "ROUTER"),  # node 0 of the learner
         (29500, "ROUTER"),  # node 0 of the engine
     }
     routers = [one for one in attacked if one.kind == "ROUTER"]
-    assert len(routers) == 4 + parts, "a port of every part"
+    assert len(routers) == 5 + parts, "a port of every part"
     run = head.folder / "runs" / "tiny"
     assert_complete(run, STEPS * 4)
     assert (run / "checkpoints" / "step-000003" / "checkpoint.json").exists()
     assert (run / "model" / "model.safetensors").exists()
     publishes = json.loads((run / SUMMARY).read_text())[PUBLISHES]
     assert any("gpu-7/generator-0" in one["adopted_by"] for one in publishes), publishes
-    # Stores at both rendezvous, the others beside them, the relays; nothing on every interface.
+    # Meetings at both rendezvous, stores beside them, the relays; nothing on every interface.
     addresses = {f"10.77.0.{number}" for number in range(2, 2 + len(learning))}
     assert {one.address for one in seen if not one.on_loopback} == addresses
     ports = {one.port for one in seen if one.address == FIRST}

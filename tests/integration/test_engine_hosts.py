@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
-from slipstream.generators.nodes.leader import Leader, leading
-from slipstream.generators.nodes.place import place_of
+from slipstream.generators.nodes.leader import EngineLeader, leading_engine
+from slipstream.generators.nodes.membership import place_of
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import running_engine, watch_all
@@ -118,10 +118,12 @@ class Hosts:
     @asynccontextmanager
     async def leader(
         self, *overrides: str, stop: asyncio.Event | None = None
-    ) -> AsyncIterator[Leader]:
+    ) -> AsyncIterator[EngineLeader]:
         settings = self.settings(*overrides)
         place = place_of(settings, None, self.rendezvous)
-        async with leading(settings, NAME, place, stop or asyncio.Event(), Health()) as leader:
+        async with leading_engine(
+            settings, NAME, place, stop or asyncio.Event(), Health()
+        ) as leader:
             assert leader is not None
             yield leader
 
@@ -138,7 +140,7 @@ def hosts() -> Iterator[Hosts]:
 
 @asynccontextmanager
 async def engine_of(
-    hosts: Hosts, leader: Leader
+    hosts: Hosts, leader: EngineLeader
 ) -> AsyncIterator[tuple[SglangProcess, SglangEngine]]:
     never: asyncio.Task[object] = asyncio.create_task(asyncio.Event().wait())
     async with running_engine(hosts.settings(), NAME, never, leader) as started:
@@ -149,7 +151,7 @@ async def engine_of(
 
 @asynccontextmanager
 async def agent_of(
-    hosts: Hosts, leader: Leader, engine: SglangEngine, relay: Relay
+    hosts: Hosts, leader: EngineLeader, engine: SglangEngine, relay: Relay
 ) -> AsyncIterator[Subscriber]:
     staging = Staging(hosts.folder, NAME, uses_deltas=True)
     subscriber = subscriber_of(
@@ -318,8 +320,8 @@ async def test_a_silent_node_0_ends_the_ranks_of_a_follower(hosts: Hosts):
             (-9, 1),
             (
                 "",
-                "node 0 (rank 0) at HERE ended: a server of the engine failed and it gave no sign "
-                "of life for 3 s",
+                "node 0 (host HOST, rank 0) ended: a server of the engine failed and it gave no "
+                "sign of life for 3 s",
             ),
             id="node 0 is killed",
         ),
@@ -369,7 +371,7 @@ def failures(relay: Relay) -> list[str]:
     return [why for record in relay.records for why in record.failed.values()]
 
 
-def states(leader: Leader) -> list[str]:
+def states(leader: EngineLeader) -> list[str]:
     return [known.state for known in leader.book.known.values()]
 
 

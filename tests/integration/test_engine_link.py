@@ -10,13 +10,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.follower import EngineFollower
 from slipstream.generators.nodes.host_fetcher import HostFetcher
-from slipstream.generators.nodes.leader import Leader
-from slipstream.generators.nodes.place import NodePlace
+from slipstream.generators.nodes.leader import EngineLeader
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.hosts.membership import Membership
 from slipstream.weightbus.net.curve import connect
 from slipstream.wire.errors import NameTakenError, PeerLostError, PublishError
 from slipstream.wire.files.keys import ClientKey
@@ -24,12 +24,12 @@ from slipstream.wire.messages.followers import FetchToo
 from slipstream.wire.messages.weightbus import ReceiveVersion, RelayAddress
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.bus.remote import client_key, free_ports, running
+from tests.support.memberships import KEY, membership
 from tests.support.waiting import NEVER_S, until_async
 from tests.support.wire_samples import MANIFEST
 
 pytestmark = pytest.mark.integration
 FACTS = {"generators.dtype": "float32"}
-KEY = client_key("gpu-7")
 DTYPE = MANIFEST.tensors[0].dtype
 RECEIVE = ReceiveVersion(command_id=9, manifest=MANIFEST)
 RELAY = RelayAddress(  # that is not there
@@ -45,23 +45,28 @@ class Link:
         self.address = Address(host, int(free_ports().rpartition(":")[2]))
         self.silence_s = silence_s
         self.context = zmq.asyncio.Context()
-        self.leader = Leader(
-            self.place(0),
-            FACTS,
-            KEY,
-            silence_s=silence_s,
+        self.leader = EngineLeader(
+            self.membership(0),
             receive_timeout_s=receive_timeout_s,
             on_stop=lambda: signal.raise_signal(signal.SIGTERM),
         )
 
-    def place(self, node: int) -> NodePlace:
-        return NodePlace(node, 3, 1, self.address)
+    def membership(self, node: int, key: ClientKey = KEY, timeout_s: float = NEVER_S) -> Membership:
+        return membership(
+            node,
+            3,
+            facts=FACTS,
+            address=self.address,
+            key=key,
+            silence_s=self.silence_s,
+            rendezvous_timeout_s=timeout_s,
+        )
 
     @asynccontextmanager
     async def follower(
-        self, node: int, key: ClientKey = KEY
-    ) -> AsyncIterator[tuple[FollowerLink, zmq.asyncio.Socket, "asyncio.Task[None]"]]:
-        link = FollowerLink(self.place(node), FACTS, key, silence_s=self.silence_s)
+        self, node: int, key: ClientKey = KEY, timeout_s: float = NEVER_S
+    ) -> AsyncIterator[tuple[EngineFollower, zmq.asyncio.Socket, "asyncio.Task[None]"]]:
+        link = EngineFollower(self.membership(node, key, timeout_s))
         socket = link.open(self.context)
         running = asyncio.create_task(link.run(socket))
         try:
@@ -94,7 +99,7 @@ def fetching(link: Link, *, may_be_read: bool = True) -> "asyncio.Task[int]":
 
 async def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is_named():
     async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         first, second = one[0], two[0]
         task = fetching(link)
         orders = [await first.fetches.get(), await second.fetches.get()]
@@ -117,7 +122,7 @@ async def test_a_version_is_there_when_every_node_has_it_and_one_that_has_not_is
 
 async def test_nodes_hear_that_their_memory_may_be_read_until_all_have_taken_other():
     async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         told = []
         for number, (error, may_be_read) in enumerate((("full", True), ("", False)), 1):
             task = fetching(link, may_be_read=may_be_read)
@@ -133,16 +138,16 @@ async def test_nodes_hear_that_their_memory_may_be_read_until_all_have_taken_oth
 
 async def test_an_order_that_comes_after_a_newer_one_is_not_obeyed():
     async with linked() as link, link.follower(1) as one, link.follower(2):
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         peer = link.leader.book.known[1].peer
         for number in (2, 1, 3):
             order = FetchToo(command_id=number, receive=RECEIVE, relay=RELAY)
-            await link.leader._send(peer, order)
+            await link.leader.send(peer, order)
         assert [(await one[0].fetches.get()).command_id for _ in range(2)] == [2, 3]
 
 
 async def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(tmp_path: Path):
-    link = FollowerLink(NodePlace(1, 2, 1, Address("h", 1)), FACTS, KEY, silence_s=NEVER_S)
+    link = EngineFollower(membership(1, facts=FACTS))
     staging = Staging(tmp_path, "a")
     before = (staging.folder / "memory").readlink()
     for number in (1, 2):
@@ -157,7 +162,7 @@ async def test_memory_that_may_be_read_is_left_also_if_that_order_was_given_up(t
 
 async def test_a_node_without_memory_for_a_version_says_so(tmp_path: Path):
     async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         staging = Staging(tmp_path, "a")
         staging.close()
         fetcher = HostFetcher(WeightBusSection(), 1, one[0], staging, TENSORS, KEY)
@@ -170,7 +175,7 @@ async def test_a_node_without_memory_for_a_version_says_so(tmp_path: Path):
 
 async def test_a_node_that_takes_too_long_is_named_with_the_setting():
     async with linked(receive_timeout_s=0.2) as link, link.follower(1) as one, link.follower(2):
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         task = fetching(link)
         await one[0].answer(1)
         with pytest.raises(PublishError, match=r"^node 2 .* \(weightbus\.receive_timeout"):
@@ -179,7 +184,7 @@ async def test_a_node_that_takes_too_long_is_named_with_the_setting():
 
 async def test_what_was_lost_with_a_connection_is_asked_and_answered_again():
     async with linked() as link, link.follower(1) as one, link.follower(2) as two:
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         first, second = one[0], two[0]
         task = fetching(link)
         await first.answer(1, num_bytes=1)
@@ -197,14 +202,14 @@ async def test_what_was_lost_with_a_connection_is_asked_and_answered_again():
 async def test_another_key_does_not_get_in_and_a_second_process_is_refused():
     async with (
         linked() as link,
-        link.follower(1, client_key("gpu-8")) as stranger,
+        link.follower(1, client_key("gpu-8"), 0.1) as stranger,
         link.follower(1) as first,
         link.follower(2),
     ):
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         assert not stranger[0].is_admitted
         with pytest.raises(PeerLostError, match=r"does not reach node 0 .* another key"):
-            await stranger[0].until_started(0.1)
+            await stranger[0].until_started()
         async with link.follower(1) as second:
             with pytest.raises(NameTakenError, match="two processes came as node 1"):
                 await second[2]
@@ -215,27 +220,30 @@ async def test_another_key_does_not_get_in_and_a_second_process_is_refused():
 @pytest.mark.parametrize("host", ["localhost", "::1"])
 async def test_nodes_meet_at_a_name_and_at_an_address_of_ipv6(host: str):
     async with linked(host) as link, link.follower(1), link.follower(2):
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
 
 
 async def test_what_nobody_understands_changes_nothing():
     async with linked() as link, link.follower(1) as one, link.follower(2):
         for frames in ([b""], [b"\xff" * 100], [b"\x81\xa4kind\xa6follow"], [b"a", b"b"]):
             await one[1].send_multipart(frames)
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         await until_async(lambda: one[0].is_admitted)
 
 
 async def test_silence_is_noticed_on_both_sides():
     async with linked(silence_s=6) as link, link.follower(1) as one, link.follower(2) as two:
-        await link.leader.until_all_are_there(NEVER_S)
+        await link.leader.until_all_are_there()
         _, store = await link.leader.start()
         store.close()
         two[2].cancel()  # says nothing any more
         with pytest.raises(PeerLostError, match=r"^node 2 .* for 6 s \(generators\.node_s"):
             await link.leader.watch()
         one[1].disconnect(f"tcp://{link.address}")
-        with pytest.raises(PeerLostError, match=r"^node 0 \(rank 0\) at .* for 6 s \(gen"):
+        with pytest.raises(
+            PeerLostError,
+            match=r"^node 0 \(host .*, rank 0\) ended: it gave no sign of life for 6 s",
+        ):
             await one[2]
 
 

@@ -12,9 +12,8 @@ import zmq
 import zmq.asyncio
 from safetensors.torch import load_file
 
-from slipstream.generators.nodes.follower import FollowerLink
+from slipstream.generators.nodes.follower import EngineFollower
 from slipstream.generators.nodes.host_fetcher import HostFetcher
-from slipstream.generators.nodes.place import NodePlace
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
@@ -27,7 +26,6 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor, ReceiveVersion, RelayAddress
 from slipstream.wire.models.model_files import WEIGHTS
-from slipstream.wire.settings.rendezvous import Address
 from tests.support.bus.engine import digest_of
 from tests.support.bus.remote import (
     EPOCH,
@@ -41,6 +39,7 @@ from tests.support.bus.remote import (
     running,
     running_relay,
 )
+from tests.support.memberships import membership
 from tests.support.waiting import NEVER_S, until_async
 
 pytestmark = pytest.mark.integration
@@ -142,12 +141,11 @@ class OtherHost:
     def __init__(self, folder: Path) -> None:
         self.staging = Staging(folder, "node-1")
         self._folder = folder
-        self._link: FollowerLink
+        self._link: EngineFollower
 
     async def follow(self, key: ClientKey) -> None:
         """Fetch what it is told to, with the key of its engine, until cancelled."""
-        place = NodePlace(1, 2, 1, Address("127.0.0.1", 1))
-        self._link = FollowerLink(place, {}, key, silence_s=NEVER_S)
+        self._link = EngineFollower(membership(1, facts={}, key=key))
         shapes = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
         bus, tensors = WeightBusSection(timeout_s=NEVER_S), TensorSet(shapes, "float32")
         await HostFetcher(bus, 1, self._link, self.staging, tensors, key).run()

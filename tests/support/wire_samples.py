@@ -416,6 +416,7 @@ HEAD_COMMANDS: list[part_relays.HeadCommand] = [
 ]
 
 TO_LEADER: list[followers.ToLeader] = [
+    followers.HostAnswered(node=1, incarnation="c3", number=3, answer="{}"),
     followers.Follow(
         node=1, incarnation="c3", host="gpu-8", pid=7, facts={"generators.dtype": "bfloat16"}
     ),
@@ -426,8 +427,9 @@ TO_LEADER: list[followers.ToLeader] = [
     ),
 ]
 TO_FOLLOWER: list[followers.ToFollower] = [
-    followers.Heeded(leader="d4"),
-    followers.Refused(reason="two processes came as node 1", is_taken=True),
+    followers.AskHost(number=3, process="generator-0", request="{}", limit_s=60.0),
+    followers.FollowerAccepted(leader="d4", host="gpu-7"),
+    followers.FollowerRefused(reason="two processes came as node 1", is_taken=True),
     followers.StartNode(host="10.0.0.7", port=40001),
     followers.FetchToo(
         command_id=1,
@@ -437,7 +439,7 @@ TO_FOLLOWER: list[followers.ToFollower] = [
         ),
         may_be_read=True,
     ),
-    followers.EndNode(reason="it was asked to end", is_orderly=True),
+    followers.EndNode(reason="it was asked to end", node=1, host="gpu-8", is_orderly=True),
 ]
 
 

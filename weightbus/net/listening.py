@@ -23,37 +23,26 @@ def endpoint_of(address: Address, *, named: str) -> str:
     return f"tcp://{Address(str(found[0]), address.port)}"
 
 
-def listen_at(host: str, port: int = 0, *, named: str) -> socket.socket:
-    """Return a socket that listens on one address.
+def listen_at(host: str, *, named: str) -> socket.socket:
+    """Return a socket that listens on one address, at a port that the system chooses.
 
-    ``named`` is the setting or option that names the address, for the error. The system chooses
-    port 0.
+    Args:
+        host: Address, or its name.
+        named: Setting or option that names the address, for the error.
 
     Raises:
-        ConfigError: this machine has no such address, or the port is taken.
+        ConfigError: this machine has no such address.
     """
-    shown = f"{host} port {port}" if port else host
+    listener: socket.socket | None = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {shown} ({named}): {error.strerror}") from error
-    try:
-        if port:  # connections of a process that had it before may linger
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
     except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {shown} ({named}): {_reason(error)}") from error
+        if listener is not None:
+            listener.close()
+        is_of_others = error.errno == errno.EADDRNOTAVAIL
+        why = "it is not an address of this machine" if is_of_others else error.strerror
+        raise ConfigError(f"cannot listen on {host} ({named}): {why}") from error
     return listener
-
-
-def _reason(error: OSError) -> str:
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "it is not an address of this machine"
-    if error.errno == errno.EADDRINUSE:
-        return "another process listens there"
-    return error.strerror or str(error)

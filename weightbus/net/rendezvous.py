@@ -11,18 +11,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 from slipstream.weightbus.net.listening import listen_at
 
 
-def open_store(
-    host: str, *, world_size: int, timeout_s: float, port: int = 0, named: str = "weightbus.host"
-) -> TCPStore:
+def open_store(host: str, *, world_size: int, timeout_s: float) -> TCPStore:
     """Return the master store of a group, which listens on one address of this machine.
 
-    ``named`` is the setting or option that names the address, for the error. The system chooses
-    port 0.
+    Args:
+        host: Address, or its name.
+        world_size: Size of the group.
+        timeout_s: Limit of waits for keys.
 
     Raises:
-        ConfigError: this machine has no such address, or the port is taken.
+        ConfigError: this machine does not have the address.
     """
-    listener = listen_at(host, port, named=named)
+    listener = listen_at(host, named="weightbus.host")
     return store_on(listener, host, world_size=world_size, timeout_s=timeout_s)
 
 

@@ -1,81 +1,123 @@
-"""Several hosts that meet in a torch store: the first host asks, the others answer.
+"""Several hosts that check a run together: the first asks, the others answer (docs/adr/0062).
 
-Questions name no code to run: each host looks at itself by its own settings.
+The first host proves the broker's key, the others their own. Questions name no code to run: each
+host looks at itself by its own settings.
 """
 
+import asyncio
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import TypeVar
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 
 import msgspec
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from typing_extensions import override
 
+from slipstream.broker.server.keyring import broker_key, holders
 from slipstream.deploy.config import RunConfig, resolved_text
-from slipstream.deploy.launch.host_program import Post
+from slipstream.deploy.launch.cluster.host_program import Post
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.preflight.check.facts import HostReport
-from slipstream.deploy.preflight.check.places import LocalPlaces
-from slipstream.deploy.preflight.check.requests import Begin, Request
-from slipstream.learner.nodes.store import StoreLostError, asked, connect
-from slipstream.weightbus.net.rendezvous import open_store
+from slipstream.deploy.preflight.check.places import local_posts
+from slipstream.deploy.preflight.check.requests import HostRequest, LookAt
+from slipstream.weightbus.hosts.follower import MAX_WAITING, HostFollower, following
+from slipstream.weightbus.hosts.leader import HostLeader, leading
+from slipstream.weightbus.hosts.membership import HostPlace, Membership
+from slipstream.weightbus.hosts.verdict import HostEnd, ended_by
 from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.keys import ClientKey, read_client_key
+from slipstream.wire.messages.followers import AskHost, FetchedThere, FetchToo, HostAnswered
+from slipstream.wire.process.background import BackgroundLoop
+from slipstream.wire.process.patience import Patience
+from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.settings.rendezvous import Address
 
-_T = TypeVar("_T")
-_POLL_S, _CONNECT_S = 0.1, 0.5
-_READ_S = 30.0  # time for the other hosts to read the end
-_REPORTS = "reports"
+_POLL_S = 0.1
 
 
-class Mailbox:
-    """Texts by name in the store; each is written once."""
+def _membership(config: RunConfig, node: int, rendezvous: Address) -> Membership:
+    """Return what a host brings to the meeting: the first the broker's key, others their own.
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    Raises:
+        ConfigError: there is no usable key.
+    """
+    hosts, learner = config.deploy.hosts, config.learner.learner
+    admitted: dict[str, str] = {}
+    if node:
+        key = read_client_key(Path(config.run.key_file))
+    else:
+        folder = config.broker.keys_folder
+        admitted = {holder.public: holder.name for holder in holders(folder)}
+        if not admitted:
+            raise ConfigError(
+                f"{folder} (broker.keys) has no key for another host: slipstream keys make NAME "
+                "--role ROLE makes one"
+            )
+        own = broker_key(folder)
+        public = own.public.decode()
+        key = ClientKey(
+            name="broker", role="operator", public=public, secret=own.secret.decode(), broker=public
+        )
+    return Membership(
+        place=HostPlace(node, len(hosts), 0, rendezvous),
+        facts={"run.name": config.run.name, "deploy.hosts": json.dumps(hosts)},
+        key=key,
+        server_key=key.broker,
+        admitted=admitted,
+        section="learner",
+        option="--node",
+        refusal="be checked with",
+        advice="start slipstream check --on hosts there",
+        key_source="run.key_file" if node else "broker.keys",
+        rendezvous_timeout_s=learner.rendezvous_timeout_s,
+        silence_s=learner.node_silence_s,
+    )
 
-    def put(self, name: str, text: bytes) -> None:
-        """Write a text.
+
+class _Asking(HostLeader):
+    """The first host's link to the others."""
+
+    def __init__(self, own: Membership) -> None:
+        super().__init__(own)
+        self._num_asked = 0
+        self._answers: dict[int, str] = {}
+
+    @override
+    def note_answer(self, message: FetchedThere | HostAnswered) -> None:
+        if isinstance(message, HostAnswered):
+            self._answers[message.number] = message.answer
+
+    async def ask(self, node: int, host: str, process: str, request: str, limit_s: float) -> str:
+        """Return another host's answer, also if it comes later than this host.
 
         Raises:
-            PeerLostError: the process with the store is gone.
+            PeerLostError: the host did not come or answer in time, or has ended.
         """
-        self._ask(lambda: self._store.set(name, text.decode()))
-
-    def get(self, name: str) -> bytes:
-        """Return an existing text; raises as ``put``."""
-        return bytes(self._ask(lambda: self._store.get(name)))
-
-    def first_of(self, names: Sequence[str], limit_s: float) -> str:
-        """Return the first existing name, or empty after a while; raises as ``put``."""
-        deadline_s = time.monotonic() + limit_s
-        while time.monotonic() < deadline_s:
-            for name in names:
-                if self._ask(partial(self._store.check, [name])):
-                    return name
-            time.sleep(_POLL_S)
-        return ""
-
-    def _ask(self, request: Callable[[], _T]) -> _T:
-        try:
-            return asked(request)
-        except StoreLostError as error:
-            raise PeerLostError(f"the store where the hosts meet is gone: {error}") from error
-
-
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A question from the first host to another one."""
-
-    name: str  # name of the process whose host's program is asked
-    request: msgspec.Raw
-    limit_s: float
+        self._num_asked += 1
+        number, own = self._num_asked, self.own
+        order = AskHost(number=number, process=process, request=request, limit_s=limit_s)
+        patience, peer = Patience(f"an answer of {host}", own.rendezvous_timeout_s), b""
+        while number not in self._answers:
+            member = self.book.known.get(node)
+            if member is not None and member.peer != peer:
+                peer = member.peer
+                await self.send(peer, order)
+            is_gone = (member is None and bool(peer)) or self.is_finished
+            if is_gone or patience.is_over():
+                advice = self.book.refused or (
+                    f"is slipstream check --on hosts --node {node} started there?"
+                )
+                limit = f"learner.rendezvous_timeout_s = {own.rendezvous_timeout_s:g}"
+                why = "has ended" if is_gone else f"has not answered ({limit})"
+                raise PeerLostError(f"{host} {why}: {advice}")
+            await self.next_change()
+        return self._answers.pop(number)
 
 
 class FirstHost:
-    """The first of several hosts: holds the store and asks the others."""
-
-    is_cluster = False
+    """The first of several hosts, which asks the others."""
 
     def __init__(
         self,
@@ -90,63 +132,94 @@ class FirstHost:
             config: The run, with its listening addresses.
             plans: Plans of its processes on all hosts.
             rendezvous: Address where the hosts meet.
-            progress: Function called with what the programs of this host are doing.
+            progress: Called with what the program of this host is doing.
 
         Raises:
-            ConfigError: this host cannot listen at the address.
+            ConfigError: this host cannot listen at the address, or has no keys for others.
         """
         self.config = config
-        hosts = config.deploy.hosts
-        here = [plan for plan in plans if plan.host == hosts[0]]
-        self._limit_s = config.learner.learner.rendezvous_timeout_s
-        store = open_store(
-            rendezvous.host,
-            world_size=len(hosts),
-            timeout_s=self._limit_s,
-            port=rendezvous.port,
-            named="--rendezvous",
-        )
-        self._mail = Mailbox(store)
-        self._local = LocalPlaces(
-            config, here, node=hosts[0], address=rendezvous.host, progress=progress
-        )
-        others = [plan for plan in plans if plan.host != hosts[0]]
-        self._nodes = {plan.host: hosts.index(plan.host) for plan in others}
-        self._present: set[int] = set()  # nodes that have answered
-        self._num_asked = dict.fromkeys(self._nodes, 0)
+        first, *others = config.deploy.hosts
+        self._leader = _Asking(_membership(config, 0, rendezvous))
+        ended = HostEnd(0, "the check ended", is_orderly=True)
+        with ExitStack() as stack:
+            self._loop = stack.enter_context(BackgroundLoop())
+            link = AsyncExitStack()
+            stack.callback(lambda: self._loop.run(link.aclose()))
+            self._loop.run(link.enter_async_context(leading(self._leader, lambda: ended)))
+            here = [plan for plan in plans if plan.host == first]
+            local = local_posts(here, node=first, address=rendezvous.host, progress=progress)
+            own = stack.enter_context(local)
+            self._cleanup = stack.pop_all()
         self.posts: Sequence[Post] = [
-            *self._local.posts,
-            *(Post(plan.name, plan.host, plan.host, self._asks(plan)) for plan in others),
+            *own,
+            *(
+                Post(plan.name, plan.host, plan.host, self._asks(plan))
+                for plan in plans
+                if plan.host in others
+            ),
         ]
 
     def _asks(self, plan: RolePlan) -> Callable[[bytes, float], bytes]:
-        node, host = self._nodes[plan.host], plan.host
+        node = self.config.deploy.hosts.index(plan.host)
 
         def ask(request: bytes, limit_s: float) -> bytes:
-            question = Question(name=plan.name, request=msgspec.Raw(request), limit_s=limit_s)
-            number = self._num_asked[host]
-            self._num_asked[host] = number + 1
-            self._mail.put(f"request/{node}/{number}", msgspec.json.encode(question))
-            key, gone = f"answer/{node}/{number}", f"gone/{node}"
-            if self._mail.first_of((key, gone), self._limit_s) == key:
-                self._present.add(node)
-                return self._mail.get(key)
-            raise PeerLostError(
-                f"{host} has not answered (learner.rendezvous_timeout_s = {self._limit_s:g}): is "
-                f"slipstream check --on hosts --node {node} started there?"
-            )
+            asking = self._leader.ask(node, plan.host, plan.name, request.decode(), limit_s)
+            return self._loop.run(asking).encode()
 
         return ask
 
     def tell(self, reports: Sequence[HostReport]) -> None:
-        """Send the reports to the other hosts, and wait until they have read them."""
-        self._mail.put(_REPORTS, msgspec.json.encode(reports))
-        for node in self._present:
-            self._mail.first_of((f"gone/{node}",), _READ_S)
+        """Send the reports to the other hosts."""
+        text = msgspec.json.encode(reports).decode()
+        for node in list(self._leader.book.known):
+            self._loop.run(self._leader.ask(node, self.config.deploy.hosts[node], "", text, 0.0))
 
     def close(self) -> None:
-        """End the programs of this host; the store ends with this object."""
-        self._local.close()
+        """End the program of this host, and the meeting."""
+        self._cleanup.close()
+
+
+class _Answering(HostFollower):
+    """Another host's link to the first."""
+
+    def __init__(self, own: Membership) -> None:
+        super().__init__(own)
+        self.questions: asyncio.Queue[AskHost] = asyncio.Queue(MAX_WAITING)
+        self.reports: list[HostReport] | None = None
+
+    @override
+    async def take_order(self, order: FetchToo | AskHost) -> None:
+        if isinstance(order, AskHost):
+            await self.questions.put(order)
+
+    async def run_until_told(self, node: int, answer: Callable[[AskHost], bytes]) -> None:
+        """Answer questions until the reports of all hosts come.
+
+        Raises:
+            ConfigError: the first host refuses this one, or asks for what is not here.
+            PeerLostError: the first host is missing, or has ended.
+        """
+        async with (
+            following(self, lambda: ended_by(node, sys.exception())) as linking,
+            running(self.until_started()) as (ended,),
+        ):
+            while self.reports is None:
+                order = await unless(self.questions.get(), linking, ended)
+                if order is None:
+                    raise PeerLostError(self.line(self.end or HostEnd(0, "for no known reason")))
+                text = b""
+                if order.process:
+                    text = await asyncio.to_thread(answer, order)
+                else:
+                    self.reports = msgspec.json.decode(order.request, type=list[HostReport])
+                await self.send(
+                    HostAnswered(
+                        node=node,
+                        incarnation=self.incarnation,
+                        number=order.number,
+                        answer=text.decode(),
+                    )
+                )
 
 
 def answer_first_host(
@@ -163,57 +236,29 @@ def answer_first_host(
         plans: Plans of its processes on all hosts.
         node: Number of this host in deploy.hosts.
         rendezvous: Address of the first host.
-        progress: Function called with what the programs of this host are doing.
+        progress: Called with what the program of this host is doing.
 
     Raises:
+        ConfigError: there is no usable key, or the first host refuses this one.
         PeerLostError: the first host is missing, or has ended.
     """
-    limit_s = config.learner.learner.rendezvous_timeout_s
-    mail = Mailbox(_connected(rendezvous, limit_s))
+    link = _Answering(_membership(config, node, rendezvous))
     here = [plan for plan in plans if plan.host == config.deploy.hosts[node]]
-    places = LocalPlaces(config, here, progress=progress)
-    try:
-        return _answered(mail, places, node, limit_s)
-    finally:
-        places.close()
-        with suppress(PeerLostError):  # the first host has ended
-            mail.put(f"gone/{node}", b"")
+    asks: dict[str, Callable[[bytes, float], bytes]] = {}
 
-
-def _connected(rendezvous: Address, limit_s: float) -> TCPStore:
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            return connect(rendezvous, timeout_s=limit_s)
-        except StoreLostError as error:
-            if time.monotonic() > deadline_s:
-                raise PeerLostError(
-                    f"no first host at {rendezvous} (--rendezvous) for {limit_s:g} s "
-                    f"(learner.rendezvous_timeout_s): {error}"
-                ) from error
-            time.sleep(_CONNECT_S)
-
-
-def _answered(mail: Mailbox, places: LocalPlaces, node: int, limit_s: float) -> list[HostReport]:
-    asks = {post.name: post.ask for post in places.posts}
-    own_settings = resolved_text(places.config)
-    number = 0
-    while True:
-        key = f"request/{node}/{number}"
-        found = mail.first_of((key, _REPORTS), limit_s)
-        if found == _REPORTS:
-            return msgspec.json.decode(mail.get(_REPORTS), type=list[HostReport])
-        if not found:
-            raise PeerLostError(
-                f"the first host asked nothing for {limit_s:g} s (learner.rendezvous_timeout_s)"
-            )
-        question = msgspec.json.decode(mail.get(key), type=Question)
-        request: Request = msgspec.json.decode(question.request, type=Request)
-        if isinstance(request, Begin):  # settings name code to run: only this host's own are used
+    def answer(order: AskHost) -> bytes:
+        if order.process not in asks:
+            raise ConfigError(f"the first host places {order.process} here, deploy.hosts does not")
+        request: HostRequest = msgspec.json.decode(order.request, type=HostRequest)
+        if isinstance(request, LookAt):  # settings name code to run: only this host's own are used
             known = tuple(role for role in request.roles if role in asks)
-            request = msgspec.structs.replace(request, settings=own_settings, roles=known)
-        if question.name not in asks:
-            raise ConfigError(f"the first host places {question.name} here, deploy.hosts does not")
-        answer = asks[question.name](msgspec.json.encode(request), question.limit_s)
-        mail.put(f"answer/{node}/{number}", answer)
-        number += 1
+            request = msgspec.structs.replace(request, settings=resolved_text(config), roles=known)
+        return asks[order.process](msgspec.json.encode(request), order.limit_s)
+
+    with local_posts(here, progress=progress) as posts, BackgroundLoop() as loop:
+        asks.update({post.name: post.ask for post in posts})
+        loop.start(link.run_until_told(node, answer))
+        while link.reports is None:
+            loop.check()
+            time.sleep(_POLL_S)
+        return link.reports

@@ -5,7 +5,6 @@
 It ends with its input, and writes nothing but answers to standard output.
 """
 
-import importlib
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
@@ -47,32 +45,23 @@ from slipstream.deploy.preflight.check.options import (
     observe_trackers,
 )
 from slipstream.deploy.preflight.check.requests import (
-    Answer,
-    Begin,
-    Card,
-    Clock,
-    Listen,
-    Observe,
+    ClockReading,
+    HostAnswer,
+    HostCard,
+    HostFailed,
+    HostRequest,
+    LookAt,
     Observed,
-    ReadClock,
-    Receive,
-    Refused,
-    Request,
-    Send,
 )
 from slipstream.deploy.preflight.check.store import observe_store
 from slipstream.deploy.preflight.check.trial import observe_data, observe_prompt, observe_reward
 from slipstream.learner.model.division import refuse_layout
-from slipstream.weightbus.config import weightbus_section
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.sections import model_folder
-
-if TYPE_CHECKING:
-    from slipstream.deploy.preflight.check.passage import Sender
 
 _MODEL_SETTINGS = (
     "run.model, generators.count, generators.max_cached_tokens, learner.ranks, checkpoint"
@@ -81,7 +70,7 @@ _GPU_SETTINGS = "run.model, learner.tensor_parallel, learner.max_tokens_per_micr
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _HostUse:
     """One host as the run uses it."""
 
     config: RunConfig
@@ -113,17 +102,17 @@ class _View:
         return sum(kind_of(role) == "generator" for role in self.roles)
 
 
-def _view(begin: Begin) -> _View:
+def _view(request: LookAt) -> _HostUse:
     from slipstream.learner.training.algorithm import algorithm_of, frozen_policies  # torch
 
-    config = run_config(tomllib.loads(begin.settings))
+    config = run_config(tomllib.loads(request.settings))
     algorithm, model = algorithm_of(config.learner), model_folder(config.run)
     hf = load_hf_config(model)
     refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
-    return _View(
+    return _HostUse(
         config=config,
-        roles=begin.roles,
-        keys_by_run=begin.keys_by_run,
+        roles=request.roles,
+        keys_by_run=request.keys_by_run,
         hf=hf,
         frozen=frozen_policies(algorithm, config.learner),
         has_critic=algorithm.choice.needs_values,
@@ -133,7 +122,7 @@ def _view(begin: Begin) -> _View:
 # ---- facts -----------------------------------------------------------------------
 
 
-def _facts(view: _View) -> list[Fact]:
+def _facts(view: _HostUse) -> list[Fact]:
     """Return the facts of this host, part by part."""
     config, kinds = view.config, view.kinds
     facts = observe_network(config, view.roles, in_cluster=view.keys_by_run)
@@ -169,7 +158,7 @@ def _facts(view: _View) -> list[Fact]:
     return facts
 
 
-def _resources(view: _View) -> list[Fact]:
+def _resources(view: _HostUse) -> list[Fact]:
     if not {"learner", "generator"} & view.kinds:
         return []
     config = view.config
@@ -202,7 +191,7 @@ def _resources(view: _View) -> list[Fact]:
     return [*facts, *_gpus(view)]
 
 
-def _gpus(view: _View) -> list[Fact]:
+def _gpus(view: _HostUse) -> list[Fact]:
     config, seen = view.config, see_gpus() if view.on_gpu else []
     need = view.learner_ranks + view.engines * config.generators.generators.num_ranks
     if config.deploy.share_gpus:
@@ -228,13 +217,13 @@ def _gpus(view: _View) -> list[Fact]:
     return facts
 
 
-def _observed(begin: Begin) -> Observed:
+def _observed(request: LookAt) -> Observed:
     hostname = socket.gethostname()
-    libraries = judge_installed(installed(), frozenset(map(kind_of, begin.roles)))
+    libraries = judge_installed(installed(), frozenset(map(kind_of, request.roles)))
     if libraries.outcome == "fail":  # without them little else can be observed
         return Observed(hostname=hostname, facts=(libraries,))
     try:
-        view = _view(begin)
+        view = _view(request)
     except ConfigError as error:
         return Observed(hostname=hostname, facts=(fail("settings", str(error)),))
     facts = _facts(view)
@@ -242,58 +231,17 @@ def _observed(begin: Begin) -> Observed:
     if {"learner", "generator"} & view.kinds:
         of_model, digests = observe_model(view.config.learner.model, view.hf)
         facts += of_model
-    card = Card(device=view.config.generators.device, libraries=installed(), model=digests)
+    card = HostCard(device=view.config.generators.device, libraries=installed(), model=digests)
     return Observed(hostname=hostname, facts=(ok("settings", "can be used"), *facts), card=card)
 
 
 # ---- requests --------------------------------------------------------------------
 
 
-class _Node:
-    """State of the requests so far."""
-
-    def __init__(self) -> None:
-        self._begin: Begin | None = None
-        self._sender: Sender | None = None
-
-    def answer(self, request: Request) -> Answer:
-        """Carry out one request."""
-        match request:
-            case Begin():
-                self._begin = request
-                if request.receives:
-                    importlib.import_module("slipstream.deploy.preflight.check.passage")
-                return Clock(unix_s=time.time())
-            case Observe():
-                return _observed(self._begun)
-            case ReadClock():
-                return Clock(unix_s=time.time())
-            case Listen():
-                from slipstream.deploy.preflight.check.passage import open_sender  # torch
-
-                self._sender = open_sender(request, self._timeout_s)
-                return self._sender.invitation
-            case Send():
-                if self._sender is None:
-                    return Refused(why="Send came before Listen")
-                return self._sender.send()
-            case Receive():
-                from slipstream.deploy.preflight.check.passage import receive  # torch
-
-                return receive(request, self._timeout_s)
-            case _:
-                assert_never(request)
-
-    @property
-    def _begun(self) -> Begin:
-        if self._begin is None:
-            raise ConfigError("the first request must be Begin, with the settings of a run")
-        return self._begin
-
-    @property
-    def _timeout_s(self) -> float:
-        bus = weightbus_section(tomllib.loads(self._begun.settings))
-        return bus.timeout_s
+def _answer(request: HostRequest) -> HostAnswer:
+    if isinstance(request, LookAt):
+        return _observed(request)
+    return ClockReading(unix_s=time.time())
 
 
 def main() -> int:
@@ -301,16 +249,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(EXIT_INTERRUPTED))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print, too
-    node = _Node()
     for line in sys.stdin.buffer:
         try:
-            answer: Answer = node.answer(msgspec.json.decode(line, type=Request))
+            answer = _answer(msgspec.json.decode(line, type=HostRequest))
         except (SlipstreamError, OSError) as error:
-            answer = Refused(why=str(error))
+            answer = HostFailed(why=str(error))
         except ModuleNotFoundError as error:
             if (missing := missing_library(error)) is None:
                 raise
-            answer = Refused(why=str(missing))
+            answer = HostFailed(why=str(missing))
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
     return 0

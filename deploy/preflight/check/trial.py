@@ -18,7 +18,7 @@ from slipstream.broker.data.sources import load_source, local_data, training_sou
 from slipstream.broker.reward_worker.choice import is_missing, read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.host_program import PROGRESS
+from slipstream.deploy.launch.cluster.host_program import PROGRESS
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
@@ -44,7 +44,7 @@ def first_prompt(config: RunConfig) -> Prompt:
     """Return the first prompt of a run's data.
 
     Raises:
-        ConfigError: there is none, or it is no prompt; naming the setting.
+        ConfigError: there are no rows, or the first is not a prompt; the text names the setting.
     """
     data = local_data(config.broker.data, config.run)
     source = training_sources(data)[0]
@@ -73,15 +73,15 @@ def judge_readings(config: RunConfig, prompts: Sequence[Prompt]) -> list[Fact]:
         outcome = warn if is_missing(error) else fail
         return [outcome("data", f"no reward has read its rows here: {error}", "reward.function")]
     return [
-        (fail if len(one.unread) == one.num_rows and not environment.is_named else warn)(
-            "data", one.found, "reward.function"
+        (fail if len(reading.unread) == reading.num_rows and not environment.is_named else warn)(
+            "data", reading.found, "reward.function"
         )
-        for one in readings
+        for reading in readings
     ]
 
 
 def _counted(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Yield prompts, and say to who has asked which one it is."""
+    """Yield prompts, and report the number of the current one."""
     for number, prompt in enumerate(prompts):
         if number % _TOLD_ROWS == 0:
             what = f"looking at the data: row {number:,} of {len(prompts):,}"
@@ -98,7 +98,7 @@ def observe_data(config: RunConfig) -> list[Fact]:
     except ConfigError as error:
         return [fail("data", str(error))]
     counts, prompts = loaded.counts(), [*loaded.training.rows(), *loaded.held_out]
-    trouble = [warn("data", found) for found in odd_shapes(prompts)]
+    trouble = [warn("data", shape) for shape in odd_shapes(prompts)]
     trouble += judge_readings(config, prompts)
     found = f"{counts['rows']:,} prompts, {counts['eval_problems']:,} held-out problems"
     if skipped := counts["rows_skipped"]:

@@ -40,7 +40,7 @@ def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_pat
     (tmp_path / "first-3").mkdir()  # ended before its first checkpoint
     save(tmp_path / "second", 50)
     point = found(section(tmp_path), "auto")
-    assert (point.run_folder, point.checkpoint, point.step) == (tmp_path / "first-2", wanted, 6)
+    assert (point.run_folder, point.checkpoint) == (tmp_path / "first-2", wanted)
 
 
 def test_auto_skips_damaged_checkpoints_and_logs_it(
@@ -166,7 +166,7 @@ def test_a_cut_ledger_has_auto_take_the_checkpoint_before(tmp_path: Path):
     older, newer = (save(tmp_path / "first", step) for step in (2, 4))
     write_digests(newer)
     (newer / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
-    assert find_resume_point(section(tmp_path), "auto") == ResumePoint(tmp_path / "first", older, 2)
+    assert find_resume_point(section(tmp_path), "auto") == ResumePoint(tmp_path / "first", older)
 
 
 def bucket(tmp_path: Path, *versions: tuple[int, int], run_id: str = "1f") -> str:
@@ -249,7 +249,7 @@ def test_resumed_run_uses_the_content_that_it_was_started_with_unless_told_other
     tmp_path: Path,
 ):
     (tmp_path / SETTINGS).write_text('[run.contents]\n"s3://b/m" = "1f"\n')
-    point = ResumePoint(tmp_path, None, 0)
+    point = ResumePoint(tmp_path, None)
     assert resumed_table({"run": {}}, point)["run"]["contents"] == {"s3://b/m": "1f"}
     assert resumed_table({"run": {"contents": {}}}, point)["run"]["contents"] == {}
     (tmp_path / SETTINGS).unlink()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipstream.deploy.launch.scaling import (
     WAITED,
-    Bounds,
+    GeneratorBounds,
     Waited,
     changes,
     count_by_load,
@@ -15,7 +15,7 @@ from slipstream.deploy.launch.scaling import (
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from tests.support.wire_samples import STATUS
 
-BOUNDS = Bounds(1, 4)
+BOUNDS = GeneratorBounds(1, 4)
 
 
 def waited(learner: float, generators: float, *, backlog: bool = False) -> Waited:
@@ -32,15 +32,21 @@ def test_one_more_for_a_starved_learner_and_one_fewer_for_starved_generators():
         (waited(0.0, 0.9, backlog=True), 2),
     ]:
         assert count_by_load(2, load, BOUNDS) == expected
-        assert count_by_load(2, load, Bounds(0, 0)) == 2  # not asked to
+        assert count_by_load(2, load, GeneratorBounds(0, 0)) == 2  # not asked to
 
 
 def test_the_limits_of_the_settings_are_kept():
     assert count_by_load(4, waited(1.0, 0.0), BOUNDS) == 4
     assert count_by_load(1, waited(0.0, 1.0), BOUNDS) == 1
-    assert count_by_load(2, waited(0.0, 1.0), Bounds(2, 4)) == 2
-    assert [count in Bounds(2, 4) for count in (0, 1, 2, 4, 5)] == [False, False, True, True, False]
-    assert [count in Bounds(0, 0) for count in (0, 1, 100)] == [False, True, True]
+    assert count_by_load(2, waited(0.0, 1.0), GeneratorBounds(2, 4)) == 2
+    assert [count in GeneratorBounds(2, 4) for count in (0, 1, 2, 4, 5)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [count in GeneratorBounds(0, 0) for count in (0, 1, 100)] == [False, True, True]
 
 
 def test_the_highest_numbers_leave_and_the_lowest_free_ones_come():

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,7 @@ def make_supervisor(folder: Path, time: Clock, max_restarts: int = 1) -> Supervi
     scratch.mkdir()
     return Supervisor(
         logs=folder,
-        starter=LocalStarter(scratch),
+        start_process=LocalStarter(scratch).start,
         max_restarts=max_restarts,
         window_s=60.0,
         backoff_s=5.0,
@@ -226,8 +227,10 @@ def test_a_role_that_left_no_words_is_reported_by_its_log(supervisor: Supervisor
 
 
 def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Clock):
-    before = psutil.Process().num_fds()
     supervisor = make_supervisor(tmp_path, time, max_restarts=3)
+    before = psutil.Process().num_fds()
+    starter = LocalStarter(tmp_path / "scratch")
+    supervisor.start_process = starter.start
     supervisor.start(plan("raise SystemExit(7)"))
     for _ in range(2):
         wait(supervisor)
@@ -236,7 +239,7 @@ def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Clock):
         supervisor.check()
     wait(supervisor)
     supervisor.stop()
-    supervisor.let_go()
+    starter.close()
     assert psutil.Process().num_fds() == before
 
 
@@ -268,16 +271,22 @@ def test_the_last_of_a_role_s_reasons_counts_and_its_children_have_no_part(
 
 def test_no_handler_may_raise_while_a_child_is_forked(supervisor: Supervisor):
     seen: list[bool] = []
-    supervisor.on_forked = lambda: seen.append(supervisor.is_forking)
+
+    @contextmanager
+    def forking() -> Iterator[None]:
+        yield
+        seen.append("worker" in supervisor.children)  # a handler that waited may raise now
+
+    supervisor.forking = forking
     supervisor.start(plan("pass"))
-    assert seen == [False]
+    assert seen == [True]
     wait(supervisor)
 
 
 def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
     mine, others = (
-        supervisor.starter.scratch / "worker-abc",
-        supervisor.starter.scratch / "other-abc",
+        supervisor.logs / "scratch" / "worker-abc",
+        supervisor.logs / "scratch" / "other-abc",
     )
     for folder in (mine, others):
         folder.mkdir()
@@ -295,7 +304,7 @@ def test_children_get_the_scratch_folder_their_environment_and_their_cores(super
     supervisor.start(role)
     wait(supervisor)
     log = supervisor.children["worker"].log_file
-    assert log.read_text().split() == [str(supervisor.starter.scratch), "1", f"{{{core}}}"]
+    assert log.read_text().split() == [str(supervisor.logs / "scratch"), "1", f"{{{core}}}"]
 
 
 def test_stop_asks_first_and_kills_processes_that_ignore_it(

@@ -12,8 +12,6 @@ def test_a_socket_listens_on_one_address_alone():
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
         socket.create_connection((host, port), timeout=5).close()
-        with pytest.raises(ConfigError, match=rf"port {port} \(--rendezvous\): another process"):
-            listen_at(host, port, named="--rendezvous")
 
 
 def test_an_address_of_another_machine_is_refused_with_its_setting():

@@ -44,18 +44,11 @@ class HostProgram:
         self,
         module: str,
         *,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-        progress: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,  # added to this process's
+        folder: Path | None = None,  # working folder; None for this process's
+        progress: Callable[[str], None] = lambda _what: None,  # told what the program is doing
     ) -> None:
-        """Start the program.
-
-        Args:
-            module: The program's module.
-            environment: Variables added to this process's.
-            folder: Working folder; None for this process's.
-            progress: Called with what the program is doing during a request.
-        """
+        """Start the program of a module."""
         self._progress = progress
         self._scratch = Path(tempfile.mkdtemp(prefix="slipstream-check-"))
         self._log = self._scratch / "log"
@@ -114,14 +107,10 @@ class HostProgram:
 
     def close(self) -> None:
         """End the program and remove its folder."""
-        if self._process.poll() is None:
+        with self._process:  # waits for it, and closes its pipes
             self._process.terminate()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:  # in a call of a library
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # in a call of a library
+                self._process.kill()
         shutil.rmtree(self._scratch, ignore_errors=True)

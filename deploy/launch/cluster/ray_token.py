@@ -17,16 +17,11 @@ _COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "status", "--address") 
 def require_token(address: str, limit_s: float) -> None:
     """Ask the head of a cluster for its status without a token.
 
-    Args:
-        address: The head's ADDRESS:PORT.
-        limit_s: Longest wait for the answer.
-
     Raises:
         ConfigError: the head answers, or does not ask for a token.
     """
     ours = os.environ.items()  # noqa: TID251 handed on, but for Ray's token
     environment = {name: value for name, value in ours if not name.startswith("RAY_AUTH_")}
-    code, words = None, f"silence for {limit_s:g} s (deploy.ray.start_timeout_s)"
     try:
         done = subprocess.run(  # noqa: S603 Ray's own program
             [*_COMMAND, address],
@@ -37,10 +32,9 @@ def require_token(address: str, limit_s: float) -> None:
             check=False,
             timeout=limit_s,
         )
-    except subprocess.TimeoutExpired:
-        pass
-    else:
         code, words = done.returncode, done.stderr
+    except subprocess.TimeoutExpired:
+        code, words = None, f"silence for {limit_s:g} s (deploy.ray.start_timeout_s)"
     if refusal := refusal_of(address, code, words):
         raise ConfigError(refusal)
 
@@ -48,10 +42,7 @@ def require_token(address: str, limit_s: float) -> None:
 def refusal_of(address: str, code: int | None, words: str) -> str:
     """Return why a cluster is refused; empty if it is accepted.
 
-    Args:
-        address: The head's address.
-        code: Exit code of `ray status` without a token; None if it did not end.
-        words: Its output on stderr.
+    `ray status` without a token ended with ``code``, or not (None), and wrote ``words``.
     """
     if code != 0 and "AuthenticationError" in words:
         return ""

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.nodes.place import NodePlace, place_of
+from slipstream.generators.nodes.membership import place_of
+from slipstream.weightbus.hosts.membership import HostPlace
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.blank_model import write_blank_model
@@ -29,8 +30,8 @@ def settings_of(
 
 def test_a_command_line_names_a_place(model: Path):
     settings, address = settings_of(model), Address("10.0.0.1", 29500)
-    assert place_of(settings, None, WHERE) == NodePlace(0, 2, 1, address)
-    assert place_of(settings, 1, WHERE) == NodePlace(1, 2, 1, address)
+    assert place_of(settings, None, WHERE) == HostPlace(0, 2, 1, address)
+    assert place_of(settings, 1, WHERE) == HostPlace(1, 2, 1, address)
     assert place_of(settings_of(model, nodes=1), None, None) is None
 
 
@@ -69,12 +70,6 @@ def test_what_an_engine_on_several_hosts_cannot_do_is_refused(model: Path):
     ]:
         with pytest.raises(ConfigError, match=why):
             settings_of(model, **sections)
-
-
-def test_ranks_are_numbered_node_by_node():
-    address = Address("h", 1)
-    assert NodePlace(0, 2, 1, address).named(1) == "node 1 (rank 1)"
-    assert NodePlace(0, 2, 4, address).named(1, "gpu-8") == "node 1 (host gpu-8, ranks 4-7)"
 
 
 def test_attention_groups_on_several_hosts_are_refused(tmp_path: Path):

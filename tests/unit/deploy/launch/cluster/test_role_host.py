@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -14,20 +13,21 @@ import psutil
 import pytest
 
 from slipstream.broker.server.keyring import holders
-from slipstream.deploy.launch.host_program import HostProgram
-from slipstream.deploy.launch.role_host import (
+from slipstream.deploy.launch.cluster.host_program import HostProgram
+from slipstream.deploy.launch.cluster.role_host import (
     PYTHON,
     SETTINGS,
     HostFacts,
-    Observation,
     RoleHost,
+    RoleState,
     StartRole,
-    _own_folder,
-    _remove_those_of_the_dead,
 )
+from slipstream.deploy.launch.plan import RolePlan
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.broker import Role
 from tests.support.waiting import HANG_S
 
+ROLES: tuple[Role, ...] = ("generator", "learner")
 SHOW = """
 import json, os, sys
 print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "x": os.environ.get("X"),
@@ -70,24 +70,21 @@ def host() -> Iterator[RoleHost]:
 
 def role(code: str, *, folder: str = "", key: ClientKey | None = None, name: str = "w") -> bytes:
     request = StartRole(
-        name=name,
-        command=(PYTHON, "-S", "-c", code, SETTINGS),
+        plan=RolePlan(name, (PYTHON, "-S", "-c", code, SETTINGS), environment={"X": "handed on"}),
         settings="[run]\n",
-        environment={"X": "handed on"},
         folder=folder,
-        cores=(),
         key=key,
     )
     return msgspec.json.encode(request)
 
 
-def followed(host: RoleHost, offset: int = 0) -> tuple[Observation, str]:
+def followed(host: RoleHost, offset: int = 0) -> tuple[RoleState, str]:
     """Observe until it has ended; return the last answer and what was logged."""
     log = b""
     while True:
         answer, text = host.observe(offset + len(log), 0.5)
         log += text
-        seen = msgspec.json.decode(answer, type=Observation)
+        seen = msgspec.json.decode(answer, type=RoleState)
         if seen.code is not None and not text:
             return seen, log.decode()
 
@@ -125,15 +122,15 @@ def test_what_a_role_logs_and_its_last_words_come_once(host: RoleHost):
     seen, log = followed(host)
     assert (seen.code, log) == (7, "one\n")
     host.start(role("print('two', flush=True)"))
-    again, log = followed(host, seen.log_bytes)
+    again, log = followed(host, seen.signs.log_bytes)
     assert (again.code, log) == (0, "two\n")
 
 
 def test_a_role_is_sent_signals_and_shows_signs_of_life(host: RoleHost):
     host.start(role("print('up', flush=True)\nwhile True: pass"))
-    seen = msgspec.json.decode(host.observe(0, 100.0)[0], type=Observation)
-    while seen.cpu_s == 0 or seen.log_bytes == 0:
-        seen = msgspec.json.decode(host.observe(seen.log_bytes, 0.01)[0], type=Observation)
+    seen = msgspec.json.decode(host.observe(0, 100.0)[0], type=RoleState)
+    while seen.signs.cpu_s == 0 or seen.signs.log_bytes == 0:
+        seen = msgspec.json.decode(host.observe(seen.signs.log_bytes, 0.01)[0], type=RoleState)
     assert seen.code is None
     host.signal(signal.SIGTERM)
     assert followed(host)[0].code == -signal.SIGTERM
@@ -174,20 +171,6 @@ def test_folders_of_a_host_that_was_killed_are_removed_by_the_next(tmp_path: Pat
         host.close()
 
 
-def test_a_folder_whose_owner_cannot_be_seen_is_left_while_it_is_locked(tmp_path: Path):
-    """As that of a container with process ids of its own, and of a release that locked none."""
-    living = _own_folder(None)
-    (earlier := living.parent / f"slipstream-{tmp_path.name}").mkdir()
-    (earlier / "owner").write_text("role host 4194304 1.0")
-    try:
-        _remove_those_of_the_dead()
-        assert living.is_dir()
-        assert earlier.is_dir()
-    finally:
-        shutil.rmtree(living)
-        shutil.rmtree(earlier)
-
-
 def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHost, tmp_path: Path):
     port = host.free_port("127.0.0.1", 2)
     for number in (port, port + 1):
@@ -200,11 +183,11 @@ def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHos
 
 def test_keys_are_authorized_and_their_secrets_are_in_no_file(host: RoleHost, tmp_path: Path):
     folder = tmp_path / "keys"
-    made = host.make_keys(str(folder), [("a.generator", "generator"), ("b.learner", "learner")])
-    keys = msgspec.json.decode(made, type=list[ClientKey])
+    made = [host.make_key(str(folder), f"a.{role}", role) for role in ROLES]
+    keys = [msgspec.json.decode(key, type=ClientKey) for key in made]
     assert {holder.public for holder in holders(folder)} == {key.public for key in keys}
-    again = host.make_keys(str(folder), [("a.generator", "generator")])
-    (anew,) = msgspec.json.decode(again, type=list[ClientKey])
+    again = host.make_key(str(folder), "a.generator", "generator")
+    anew = msgspec.json.decode(again, type=ClientKey)
     assert anew.public != keys[0].public
     assert anew.public in {holder.public for holder in holders(folder)}
     assert keys[0].public not in {holder.public for holder in holders(folder)}
@@ -213,6 +196,6 @@ def test_keys_are_authorized_and_their_secrets_are_in_no_file(host: RoleHost, tm
 
 
 def test_requests_and_answers_are_json(host: RoleHost):
-    assert json.loads(role("pass"))["name"] == "w"
+    assert json.loads(role("pass"))["plan"]["name"] == "w"
     host.start(role("pass"))
     assert json.loads(host.observe(0, 100.0)[0]).keys() >= {"code", "words", "sockets"}

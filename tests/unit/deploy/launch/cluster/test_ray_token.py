@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.deploy.launch.ray_token import refusal_of
+from slipstream.deploy.launch.cluster.ray_token import refusal_of
 
 HEAD = "10.0.0.1:6379"
 

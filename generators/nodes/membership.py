@@ -1,31 +1,39 @@
-"""Place of a process in an engine on several hosts."""
+"""Membership of a process in an engine on several hosts."""
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.nodes.card import facts_of
+from slipstream.weightbus.hosts.membership import HostPlace, Membership
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.cards import node_named
-from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
+from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.settings.rendezvous import parse_rendezvous
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlace:
-    """A node of an engine; its ranks are those of one host."""
+def membership_of(settings: GeneratorSettings, name: str, place: HostPlace) -> Membership:
+    """Return what a process brings to the meeting of its engine's hosts.
 
-    node: int
-    nodes: int
-    ranks_per_node: int
-    address: Address  # node 0 listens there
-
-    def named(self, node: int, host: str = "") -> str:
-        """Return a node's name in logs, with its ranks, and its host if known."""
-        ranks = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
-        return node_named(node, ranks, host)
+    Raises:
+        ConfigError: there is no usable key.
+    """
+    return Membership(
+        place=place,
+        facts=facts_of(settings, name),
+        key=read_client_key(Path(settings.run.key_file)),
+        section="generators",
+        option="--follow",
+        refusal="be a node of the engine of",
+        advice="start it with --follow, the same --name, the same --rendezvous and the same key "
+        "(run.key_file)",
+        key_source="run.key_file",
+        rendezvous_timeout_s=settings.generators.rendezvous_timeout_s,
+        silence_s=settings.generators.node_silence_s,
+    )
 
 
 def place_of(
     settings: GeneratorSettings, follow: int | None, rendezvous: str | None
-) -> NodePlace | None:
+) -> HostPlace | None:
     """Return the place that a command line names; None for an engine on one host.
 
     Raises:
@@ -56,4 +64,4 @@ def place_of(
             "each other and to the learner"
         )
     address = parse_rendezvous(rendezvous)
-    return NodePlace(follow or 0, nodes, generators.ranks_per_node, address)
+    return HostPlace(follow or 0, nodes, generators.ranks_per_node, address)

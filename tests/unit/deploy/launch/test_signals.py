@@ -1,16 +1,12 @@
-"""Signals of a run, and its temporary folder."""
+"""Signals of a run."""
 
 import os
 import signal
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.launch.local import _OWNER, remove_scratch_of_killed_run
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
-from slipstream.wire.settings.sections import RunSection
 
 
 def send(signum: signal.Signals) -> None:
@@ -18,18 +14,18 @@ def send(signum: signal.Signals) -> None:
 
 
 def test_a_signal_is_raised_where_it_may_be_and_kept_elsewhere():
-    signals, is_forking = Signals(), True
-    signals.held_while(lambda: is_forking)
+    signals, forked = Signals(), []
 
     def fork() -> None:
-        nonlocal is_forking
-        send(signal.SIGTERM)
-        is_forking = False
-        signals.raise_received()
+        with signals.held():
+            send(signal.SIGTERM)
+            forked.append("child")
+        forked.append("more")
 
     with signals.handled():
         with pytest.raises(StopRequestedError, match="SIGTERM"), signals.raising():
             fork()
+        assert forked == ["child"]
         send(signal.SIGINT)  # the clean-up goes on
         with pytest.raises(StopRequestedError, match="SIGINT"), signals.raising():
             raise AssertionError("it arrived before the block")
@@ -76,29 +72,3 @@ def test_a_terminal_that_is_closed_does_not_cut_off_the_save(first: list[signal.
         with pytest.raises(StopRequestedError, match="SIGINT"), signals.raising():
             send(signal.SIGINT)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize("owner", ["this", "another", "none"])
-def test_a_copy_of_a_run_folder_removes_nothing_of_the_original(tmp_path: Path, owner: str):
-    run = RunSection(name="copy", dir=str(tmp_path))
-    run.folder.mkdir()
-    scratch = Path(tempfile.mkdtemp(prefix="slipstream-"))
-    if owner != "none":
-        named = run.folder if owner == "this" else tmp_path / "original"
-        (scratch / _OWNER).write_text(str(named))
-    (run.folder / "resolved.toml").write_text(f'[run]\nsocket_dir = "{scratch}/sockets"\n')
-    try:
-        remove_scratch_of_killed_run(run)
-        assert scratch.exists() == (owner != "this")
-    finally:
-        if scratch.exists():
-            (scratch / _OWNER).unlink(missing_ok=True)
-            scratch.rmdir()
-
-
-@pytest.mark.parametrize("content", [b"[run", b"\xff\xfe", b""])
-def test_settings_that_were_cut_off_do_not_keep_a_run_from_resuming(tmp_path: Path, content: bytes):
-    run = RunSection(name="cut", dir=str(tmp_path))
-    run.folder.mkdir()
-    (run.folder / "resolved.toml").write_bytes(content)
-    remove_scratch_of_killed_run(run)

@@ -1,0 +1,96 @@
+"""Membership of a host in a learner, and the key that its hosts share through the run folder.
+
+Node 0 writes a new key at each start, where only the owner of the run can read it. A host that
+proves the key sees the run folder, which all hosts of a learner must share.
+"""
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import zmq
+
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.layout import Place
+from slipstream.weightbus.hosts.membership import HostPlace, Membership
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import ClientKey, read_client_key, write_client_key
+from slipstream.wire.settings.rendezvous import Address
+
+_FILE = ".hosts.key"
+_CONNECT_S = 1.0
+
+
+def key_file(settings: LearnerSettings) -> Path:
+    """Return the file of the key."""
+    return settings.run.folder.resolve() / _FILE
+
+
+def new_key() -> ClientKey:
+    """Return a new key for the hosts of a learner."""
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    return ClientKey(name="learner", role="learner", public=public, secret=secret, broker=public)
+
+
+@contextmanager
+def shown_key(file: Path, key: ClientKey) -> Iterator[None]:
+    """Show the key of this node 0 to the other nodes while the block runs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_client_key(file, key)
+    try:
+        yield
+    finally:
+        if newest_key(file) == key:  # else another node 0 has come
+            file.unlink()
+
+
+def newest_key(file: Path) -> ClientKey | None:
+    """Return the key that a node 0 has written; None if there is no file.
+
+    Raises:
+        ConfigError: the file is not a key, or others can read it.
+    """
+    with suppress(OSError):
+        list(file.parent.iterdir())  # file systems of several hosts look at the folder anew
+    if not file.exists():
+        return None
+    return read_client_key(file, setting="run.dir")
+
+
+def is_listened_at(address: Address | None) -> bool:
+    """True if a process listens at an address."""
+    if address is None:
+        return False
+    try:
+        socket.create_connection(address, _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def membership_of(
+    settings: LearnerSettings, place: Place, facts: Mapping[str, str], key: ClientKey
+) -> Membership:
+    """Return what a process brings to the meeting of its learner's hosts.
+
+    Raises:
+        ConfigError: the place has no address.
+    """
+    if place.address is None:
+        raise ConfigError("--rendezvous is not set")
+    layout, learner = place.layout, settings.learner
+    return Membership(
+        place=HostPlace(place.node, layout.nodes, layout.ranks_per_node, place.address),
+        facts=facts,
+        key=key,
+        section="learner",
+        option="--node",
+        refusal="train with",
+        advice="start it with --node and the same --rendezvous; it has to see the run folder, with "
+        f"{_FILE}",
+        key_source=str(key_file(settings)),
+        rendezvous_timeout_s=learner.rendezvous_timeout_s,
+        silence_s=learner.node_silence_s,
+        difference_ends=True,
+    )

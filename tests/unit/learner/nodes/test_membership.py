@@ -1,0 +1,52 @@
+"""The key that the hosts of a learner share through the run folder."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from slipstream.learner.nodes.membership import is_listened_at, new_key, newest_key, shown_key
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.rendezvous import Address
+
+
+def test_a_key_is_shown_to_the_owner_alone_while_node_0_leads(tmp_path: Path):
+    file = tmp_path / "runs" / "a" / ".hosts.key"
+    assert newest_key(file) is None
+    key = new_key()
+    with shown_key(file, key):
+        assert newest_key(file) == key
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert newest_key(file) is None
+
+
+def test_the_key_of_a_later_node_0_stays(tmp_path: Path):
+    file, later = tmp_path / ".hosts.key", new_key()
+    with shown_key(file, new_key()), shown_key(file, later):
+        assert newest_key(file) == later
+    later_still = new_key()
+    with shown_key(file, new_key()):
+        file.unlink()
+        with shown_key(file, later_still):
+            pass
+    assert newest_key(file) is None
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path):
+    file = tmp_path / ".hosts.key"
+    with shown_key(file, new_key()):
+        file.chmod(0o644)
+        with pytest.raises(ConfigError, match=r"can be read by others"):
+            newest_key(file)
+        file.chmod(0o600)
+
+
+def test_keys_differ_at_each_start():
+    assert new_key().secret != new_key().secret
+
+
+def test_whether_a_process_listens_is_seen():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+        assert is_listened_at(address)
+    assert not is_listened_at(address)
