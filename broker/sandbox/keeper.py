@@ -17,13 +17,12 @@ import msgspec
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.broker.sandbox.console import Console, Said
-from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.frames import Link, frame_of
 from slipstream.broker.sandbox.sandbox import Limits, Mode, Outcome
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Blob, Body, ByName, Count, Figure, Text, shortened
 from slipstream.wire.unreadable import UNREADABLE
 
-_READ_BYTES = 1 << 16
 _MOST_REQUEST_BYTES = 64 << 20
 _MOST_FILES = 1_024
 _MOST_OUTPUT_BYTES = 8 << 20
@@ -127,8 +126,8 @@ class _Connection:
     """A connection to a keeper of one's own."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._ours, theirs = socket.socketpair()
-        self._frames = Unframer()
+        ours, theirs = socket.socketpair()
+        self._ours = Link(ours, _answers)
         with theirs:
             socket.send_fds(link, [b"k"], [theirs.fileno()])
 
@@ -146,14 +145,13 @@ class _Connection:
         """
         why = "its keeper has ended"
         with suppress(ConnectionError):  # it may have said why, and hung up
-            self._ours.sendall(frame_of(request))
+            self._ours.send(request)
         with suppress(ConnectionError):
-            while data := self._ours.recv(_READ_BYTES):
-                for body in self._frames.feed(data):
-                    answer = _answers.decode(body)
-                    if isinstance(answer, kind):
-                        return answer
-                    raise SandboxUnavailableError(getattr(answer, "reason", why))
+            answer = self._ours.receive()
+            if isinstance(answer, kind):
+                return answer
+            if answer is not None:
+                raise SandboxUnavailableError(getattr(answer, "reason", why))
         raise SandboxUnavailableError(f"the sandbox cannot be used: {why}")
 
 
@@ -197,26 +195,27 @@ def keep(descriptor: int, most: Limits) -> None:
         descriptor: of the connection to it.
         most: limits that none of its runs goes beyond.
     """
-    frames = Unframer(max_bytes=_MOST_REQUEST_BYTES)
     with suppress(OSError, ProtocolError), ExitStack() as stack:
         connection = stack.enter_context(socket.socket(fileno=descriptor))
+        link = Link(connection, requests, max_bytes=_MOST_REQUEST_BYTES)
         opened: Console | None = None
-        while data := connection.recv(_READ_BYTES):
-            for body in frames.feed(data):
-                answer: _Answer
-                try:
-                    request = requests.decode(body)
-                    if isinstance(request, Run):
-                        answer = Ran(outcome=_outcome_of(request, most))
-                    else:
-                        if opened is None:
-                            opened = Console(_bounded(request.limits, most))
-                            stack.push(opened)
-                        own_s = max(0.0, min(request.own_s, most.own_s))
-                        answer = Called(said=opened.run(request.source, own_s=own_s))
-                except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
-                    answer = Unavailable(reason=shortened(str(error)))
-                connection.sendall(frame_of(answer))
+        while True:
+            answer: _Answer
+            try:
+                request = link.receive()
+                if request is None:
+                    return
+                if isinstance(request, Run):
+                    answer = Ran(outcome=_outcome_of(request, most))
+                else:
+                    if opened is None:
+                        opened = Console(_bounded(request.limits, most))
+                        stack.push(opened)
+                    own_s = max(0.0, min(request.own_s, most.own_s))
+                    answer = Called(said=opened.run(request.source, own_s=own_s))
+            except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
+                answer = Unavailable(reason=shortened(str(error)))
+            link.send(answer)
 
 
 def _outcome_of(request: Run, most: Limits) -> Outcome:

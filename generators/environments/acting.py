@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.frames import Link, frame_of
 from slipstream.generators.environments.loading import LoadedEnvironment
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
@@ -38,34 +38,30 @@ from slipstream.generators.environments.sdk import (
 from slipstream.wire.messages.bounds import shortened, why_no_reward
 from slipstream.wire.messages.trajectory import MAX_PART_NAME, ChatMessage, Json
 
-_READ_BYTES = 1 << 16
 
-
-def connected(order: Fork) -> socket.socket:
+def connected(order: Fork) -> Link[ToEnvironment]:
     """Return a connection to the generator, to which the ticket is sent at once."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(order.address)
     connection.sendall(frame_of(Connected(ticket=order.ticket)))
     connection.setblocking(False)
-    return connection
+    return Link(connection, to_environment)
 
 
-def act(environment: LoadedEnvironment, connection: socket.socket) -> None:
+def act(environment: LoadedEnvironment, link: Link[ToEnvironment]) -> None:
     """Serve one trajectory, then wait for the end."""
-    asyncio.run(_Acting(environment, connection).serve())
+    asyncio.run(_Acting(environment, link).serve())
 
 
 class _Acting:
-    def __init__(self, environment: LoadedEnvironment, connection: socket.socket) -> None:
+    def __init__(self, environment: LoadedEnvironment, link: Link[ToEnvironment]) -> None:
         self._loaded = environment
-        self._connection = connection
-        self._frames = Unframer()
-        self._bodies: list[bytes] = []
+        self._link = link
 
     async def serve(self) -> None:
         made: Environment | None = None
         try:
-            begin = await self._receive()
+            begin = await self._link.received()
             if isinstance(begin, Begin) and self._loaded.rollout is not None:
                 await self._send(await _driven(self._loaded.rollout, begin))
             elif isinstance(begin, Begin) and self._loaded.make is not None:
@@ -75,7 +71,7 @@ class _Acting:
             await self._send(Unable(reason=shortened(str(error)) or "Unavailable"))
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             await self._send(Unable(reason=f"{type(error).__name__}: {error}"[:2_000]))
-        while await self._receive() is not None:
+        while await self._link.received() is not None:
             pass  # it is over; the generator hangs up and kills
         if made is not None:
             with suppress(Exception):
@@ -85,7 +81,7 @@ class _Acting:
         first = messages_of(await environment.reset(begin.prompt))
         tools = tuple(schema_of(tool) for tool in environment.tools)
         await self._send(Turned(messages=first, tools=tools))
-        while isinstance(replied := await self._receive(), Replied):
+        while isinstance(replied := await self._link.received(), Replied):
             found = await environment.step(reply_of(replied))
             step = found if isinstance(found, Step) else Step(messages=found)
             turned = Turned(
@@ -107,16 +103,7 @@ class _Acting:
                     f"{MAX_OBSERVATION_BYTES} in a turn"
                 )
             )
-        await asyncio.get_running_loop().sock_sendall(self._connection, frame)
-
-    async def _receive(self) -> ToEnvironment | None:
-        loop = asyncio.get_running_loop()
-        while not self._bodies:
-            data = await loop.sock_recv(self._connection, _READ_BYTES)
-            if not data:
-                return None
-            self._bodies += self._frames.feed(data)
-        return to_environment.decode(self._bodies.pop(0))
+        await asyncio.get_running_loop().sock_sendall(self._link.connection, frame)
 
 
 async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign

@@ -4,7 +4,6 @@ A fork takes milliseconds where an import takes seconds, and each trajectory has
 hang, leak or crash for itself. Run with ``--link DESCRIPTOR``.
 """
 
-import argparse
 import os
 import resource
 import selectors
@@ -17,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.frames import Link, connection_of
 from slipstream.broker.sandbox.keeper import borrow, keep, keepers_limits, let_go
 from slipstream.broker.sandbox.process_table import children_of
 from slipstream.broker.sandbox.sandbox import Limits
@@ -29,7 +28,6 @@ from slipstream.generators.environments.messages import (
     EnvironmentLoaded,
     Fork,
     Forked,
-    FromLoader,
     Keeping,
     LoadEnvironment,
     LoadFailed,
@@ -67,8 +65,8 @@ class Borrower:
 class Loader:
     """Forks processes and reports their ends."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
+    def __init__(self, connection: socket.socket) -> None:
+        self.link = Link(connection, to_loader)
         self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # limits of what is forked
         raise_descriptor_limit(0)
         # The first is readable when a process has ended.
@@ -76,20 +74,17 @@ class Loader:
         self._woken.setblocking(False)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._frames = Unframer()
         self._numbers: dict[int, int] = {}  # of trajectories, by process id
         self._keepers: dict[int, Borrower] = {}  # whom they run code for, by process id
         self._selector = selectors.DefaultSelector()
-        for one in (self._link, self._wake):
-            self._selector.register(one, selectors.EVENT_READ)
+        self._selector.register(self.link, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self.confinement: Confinement | None = None  # of trajectories
         self.keepers_limits = Limits()
 
     def receive(self) -> LoadEnvironment | Fork | None:
         """Return the generator's next order; None when it is gone."""
-        while True:
-            for body in self._frames.feed(b""):
-                return to_loader.decode(body)
+        while (order := self.link.next()) is None:
             ready = [key for key, _ in self._selector.select()]
             for key in ready:
                 if key.fileobj is self._wake:
@@ -97,16 +92,9 @@ class Loader:
                     self._collect()
                 elif isinstance(key.data, Borrower):
                     self._lend_keeper(key.data)
-            if any(key.fileobj is self._link for key in ready):
-                data = self._link.recv(_READ_BYTES)
-                if not data:
-                    return None
-                for body in self._frames.feed(data):
-                    return to_loader.decode(body)
-
-    def send(self, message: FromLoader) -> None:
-        """Send a message to the generator."""
-        self._link.sendall(frame_of(message))
+            if any(key.fileobj is self.link for key in ready) and not self.link.read():
+                return None
+        return order
 
     def fork(self, environment: LoadedEnvironment, order: Fork) -> None:
         """Start the process of a trajectory, or tell why it does not start."""
@@ -114,7 +102,7 @@ class Loader:
             self._start(environment, order)
         except OSError as error:
             why = f"its process does not start: {error.strerror or error}"
-            self.send(Ended(number=order.number, code=1, why=why))
+            self.link.send(Ended(number=order.number, code=1, why=why))
 
     def _start(self, environment: LoadedEnvironment, order: Fork) -> None:
         confinement = self.confinement
@@ -130,7 +118,7 @@ class Loader:
                 pid = self._forked(lambda: _act(environment, order, confinement, lent), confinement)
                 ours.pop_all()
         self._numbers[pid] = order.number
-        self.send(Forked(number=order.number, pid=pid))
+        self.link.send(Forked(number=order.number, pid=pid))
 
     def _lend_keeper(self, borrower: Borrower) -> None:
         """Start a process that runs code for a trajectory, which sent its end of a connection."""
@@ -150,7 +138,7 @@ class Loader:
                 borrower.num_running += 1
                 borrower.num_lent += 1
                 self._keepers[pid] = borrower
-                self.send(Keeping(number=borrower.number, pid=pid))
+                self.link.send(Keeping(number=borrower.number, pid=pid))
         for descriptor in descriptors:
             let_go(descriptor, refusal)
 
@@ -166,10 +154,9 @@ class Loader:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             watched = [key.fileobj for key in self._selector.get_map().values()]
-            for one in (*watched, self._selector, self._woken):
-                one.close()  # type: ignore[union-attr] # sockets: ours, and of those who ask
+            for connection in (*watched, self._selector, self._woken):
+                connection.close()  # type: ignore[union-attr] # ours, and those of borrowers
             resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
-            self._frames = Unframer()  # the orders of others
             die_with_parent(0 if is_outside else ours)
             begin()
             code = 0
@@ -191,7 +178,7 @@ class Loader:
                 if (borrower := self._keepers.pop(pid, None)) is not None:
                     borrower.num_running -= 1
                 elif (number := self._numbers.pop(pid, None)) is not None:
-                    self.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
+                    self.link.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
         for pid in children - ended - {*self._numbers, *self._keepers}:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # left by one that ended by itself
@@ -221,15 +208,10 @@ def _children() -> set[int]:
 
 def main() -> int:
     """Load, then fork until the generator is gone."""
-    parser = argparse.ArgumentParser(prog="python -m slipstream.generators.environments.loader")
-    parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
-    arguments = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(arguments.link, False)
+    connection = connection_of("slipstream.generators.environments.loader")
     become_a_reaper()
     keep_memory_private()
-    loader = Loader(socket.socket(fileno=arguments.link))
+    loader = Loader(connection)
     order = loader.receive()
     if not isinstance(order, LoadEnvironment):
         return 1
@@ -240,12 +222,12 @@ def main() -> int:
     try:
         environment = load_environment(order.function, order.options)
     except ConfigError as error:
-        loader.send(LoadFailed(message=shortened(str(error))))
+        loader.link.send(LoadFailed(message=shortened(str(error))))
         return 1
     if environment.rollout is not None:
         import openai  # noqa: F401 slow: before the fork
     drives_itself, confinement = environment.rollout is not None, loader.confinement
-    loader.send(
+    loader.link.send(
         EnvironmentLoaded(
             version=environment.version,
             drives_itself=drives_itself,

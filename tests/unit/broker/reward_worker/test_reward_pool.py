@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.broker.config import RewardSection, RewardTable
 from slipstream.broker.reward_worker import slot as slot_module
-from slipstream.broker.reward_worker.child import Link, Runner
+from slipstream.broker.reward_worker.child import GuardedLink, Runner
 from slipstream.broker.reward_worker.choice import RewardChoice
 from slipstream.broker.reward_worker.messages import Answered, Call, Load, from_child, to_child
 from slipstream.broker.reward_worker.queue import request_of
@@ -164,11 +164,11 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
             ours.sendall(frame_of(call))
         done = threads.submit(worker)
         load = Load(rewards=(), offered={}, timeout_s=HANG_S)
-        link = Link(theirs.detach())
+        link = GuardedLink(theirs)
         runner = Runner(link, load, functions)
         runner.serve()
         done.result()
-        link._socket.close()
+        link.close()
         runner._asyncio().close()
     assert answers == [(0, 1.0, ""), (1, 1.0, ""), (2, 2.0, ""), (3, 1.0, "")]
 
