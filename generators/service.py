@@ -21,7 +21,7 @@ from slipstream.generators.sglang.running import make_sampler, running_engine, w
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.versions.probe_audit import ProbeAudit
 from slipstream.generators.versions.probe_noise import Noise
-from slipstream.generators.versions.received import room_for
+from slipstream.generators.versions.staging_room import room_for
 from slipstream.generators.versions.weights import take_weights
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.weightbus.agent.staging import Staging

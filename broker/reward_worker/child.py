@@ -13,11 +13,11 @@ import msgspec
 from typing_extensions import override
 
 from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
+    CallOutcomes,
     Load,
     Loaded,
     LoadFailed,
+    ScoreCall,
     ToChild,
     to_child,
 )
@@ -92,10 +92,10 @@ class Runner:
 
     def serve(self) -> None:
         """Answer calls until the worker is gone."""
-        handed_back: Call | None = None
+        handed_back: ScoreCall | None = None
         while (call := handed_back or self._link.receive()) is not None:
             handed_back = None
-            if not isinstance(call, Call):
+            if not isinstance(call, ScoreCall):
                 continue
             if self._functions[call.function].is_async:
                 handed_back = self._asyncio().run(self._together(call))
@@ -109,7 +109,7 @@ class Runner:
             if isinstance(result, Awaitable):
                 self._asyncio().run(_awaited(result))
 
-    def _run(self, call: Call) -> Answered:
+    def _run(self, call: ScoreCall) -> CallOutcomes:
         function = self._functions[call.function]
         try:
             result = function.call(call.transcripts)
@@ -119,7 +119,7 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             return _failed(call, error)
 
-    async def _together(self, first: Call) -> Call | None:
+    async def _together(self, first: ScoreCall) -> ScoreCall | None:
         """Run calls at the same time; return when none is running.
 
         A call of a function that is not async ends this, and is handed back: the function may want
@@ -135,7 +135,7 @@ class Runner:
             if asking not in done:
                 continue
             call = asking.result()
-            if not isinstance(call, Call):
+            if not isinstance(call, ScoreCall):
                 break
             if not self._functions[call.function].is_async:
                 if running:
@@ -146,7 +146,7 @@ class Runner:
         asking.cancel()
         return None
 
-    async def _run_async(self, call: Call) -> None:
+    async def _run_async(self, call: ScoreCall) -> None:
         import asyncio
 
         function = self._functions[call.function]
@@ -181,23 +181,23 @@ def took_too_long(timeout_s: float) -> str:
     return f"took longer than reward.timeout_s = {timeout_s:g}"
 
 
-def _answer(call: Call, function: RewardFunction, result: object) -> Answered:
+def _answer(call: ScoreCall, function: RewardFunction, result: object) -> CallOutcomes:
     num_turns = [len(transcript.turns) for transcript in call.transcripts]
     if function.info.takes == "answer":
-        return Answered(call_id=call.call_id, outcomes=(outcome_of(result, num_turns[0]),))
+        return CallOutcomes(call_id=call.call_id, outcomes=(outcome_of(result, num_turns[0]),))
     outcomes = outcomes_of(result, num_turns)
     if function.info.takes == "group":
         outcomes = all_or_none(outcomes)
-    return Answered(call_id=call.call_id, outcomes=tuple(outcomes))
+    return CallOutcomes(call_id=call.call_id, outcomes=tuple(outcomes))
 
 
-def _failed(call: Call, error: BaseException) -> Answered:
+def _failed(call: ScoreCall, error: BaseException) -> CallOutcomes:
     return _same(call, failure(error), failed=not isinstance(error, Unavailable))
 
 
-def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
+def _same(call: ScoreCall, outcome: Outcome, *, failed: bool) -> CallOutcomes:
     outcomes = (outcome,) * len(call.transcripts)
-    return Answered(call_id=call.call_id, outcomes=outcomes, failed=failed)
+    return CallOutcomes(call_id=call.call_id, outcomes=outcomes, failed=failed)
 
 
 # ---- process -----------------------------------------------------------------

@@ -41,7 +41,7 @@ class RewardChoice:
 
 
 @dataclass(slots=True)
-class Reading:
+class RewardReading:
     """What the reader of one reward found in the rows that the reward scores."""
 
     function: str
@@ -58,7 +58,7 @@ class Reading:
         )
 
 
-def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]:
+def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[RewardReading]:
     """Have the reward of each row read it, where it declares how; return what was unreadable.
 
     Raises:
@@ -66,7 +66,7 @@ def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]
     """
     choice = RewardChoice(reward)
     readers: dict[int, Reader | None] = {}
-    readings = [Reading(named.function) for named in choice.rewards]
+    readings = [RewardReading(named.function) for named in choice.rewards]
     for prompt in prompts:
         place = choice.index_of(prompt.data_source)
         if place not in readers:

@@ -29,7 +29,7 @@ class Load(_Message, frozen=True):
     timeout_s: Figure  # for one call
 
 
-class Call(_Message, frozen=True):
+class ScoreCall(_Message, frozen=True):
     """Run one function on these answers."""
 
     call_id: Count
@@ -50,7 +50,7 @@ class LoadFailed(_Message, frozen=True):
     message: Text
 
 
-class Answered(_Message, frozen=True):
+class CallOutcomes(_Message, frozen=True):
     """The outcomes of a call, in the order of its transcripts."""
 
     call_id: Count
@@ -58,8 +58,8 @@ class Answered(_Message, frozen=True):
     failed: bool = False  # as a whole, and not by saying Unavailable
 
 
-ToChild: TypeAlias = Load | Call
-FromChild: TypeAlias = Loaded | LoadFailed | Answered
+ToChild: TypeAlias = Load | ScoreCall
+FromChild: TypeAlias = Loaded | LoadFailed | CallOutcomes
 
 to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)

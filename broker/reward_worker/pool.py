@@ -18,7 +18,7 @@ from pathlib import Path
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import EXIT_BROKEN
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.reward_worker.messages import Answered, Load
+from slipstream.broker.reward_worker.messages import CallOutcomes, Load
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, unavailable
@@ -180,7 +180,7 @@ class RewardPool:
 
     # ---- outcomes of calls ---------------------------------------------------
 
-    def _answered(self, slot: Slot, answer: Answered) -> None:
+    def _answered(self, slot: Slot, answer: CallOutcomes) -> None:
         running = slot.running.get(answer.call_id)
         if running is None or len(answer.outcomes) != len(running.call.work):
             self._replace(slot, "broken", "killed: its process answered nonsense")

@@ -12,12 +12,12 @@ from typing import assert_never
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import took_too_long
 from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
+    CallOutcomes,
     FromChild,
     Load,
     Loaded,
     LoadFailed,
+    ScoreCall,
     from_child,
 )
 from slipstream.broker.reward_worker.queue import PendingCall
@@ -49,7 +49,7 @@ class Slot:
         self,
         number: int,
         settings: RewardSection,
-        on_answer: "Callable[[Slot, Answered], None]",
+        on_answer: "Callable[[Slot, CallOutcomes], None]",
         on_end: "Callable[[Slot, int | None], None]",
     ) -> None:
         """Start with no child; ``on_end`` gets the exit code of a child that ended by itself.
@@ -130,7 +130,7 @@ class Slot:
             return  # it is being replaced
         waits = self._loading if self._loading and not self._loading.done() else None
         match message:
-            case Answered():
+            case CallOutcomes():
                 self._on_answer(self, message)
             case Loaded():
                 if waits is not None:
@@ -167,7 +167,7 @@ class Slot:
             return
         self.running[call_id] = RunningCall(call, now_s())
         transcripts = tuple(transcript for _, transcript in call.work)
-        self.child.send(Call(call_id=call_id, function=call.function, transcripts=transcripts))
+        self.child.send(ScoreCall(call_id=call_id, function=call.function, transcripts=transcripts))
 
     # ---- limits --------------------------------------------------------------
 

@@ -28,7 +28,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ConsoleResult:
     """What came of one call."""
 
     text: str
@@ -106,7 +106,7 @@ class Console(StartedRun):
         os.close(self._requests)
         super().__exit__()
 
-    def run(self, source: str, *, own_s: float) -> Said:
+    def run(self, source: str, *, own_s: float) -> ConsoleResult:
         """Run code in the interpreter; past its time, or another limit, the interpreter ends.
 
         Raises:
@@ -123,10 +123,10 @@ class Console(StartedRun):
             is_sent = False
         return self._said(self._until_the_end() if is_sent else "failed")
 
-    def _said(self, status: End | None) -> Said:
+    def _said(self, status: End | None) -> ConsoleResult:
         own_s = self._own.seconds if self._own is not None else 0.0
         if status is None and self._shown.is_complete:
-            return Said(self._shown.text, own_s)
+            return ConsoleResult(self._shown.text, own_s)
         self._end()
         for name in ("report", *self._output):
             while self._read(name):
@@ -141,7 +141,7 @@ class Console(StartedRun):
             ended = _REASONS.get(status, status)
         else:
             ended = "it ended by itself"
-        return Said(self._shown.text, own_s, ended)
+        return ConsoleResult(self._shown.text, own_s, ended)
 
     @override
     def _keep(self, name: str, data: bytes) -> None:

@@ -16,9 +16,9 @@ import msgspec
 
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
-from slipstream.broker.sandbox.console import Console, Said
+from slipstream.broker.sandbox.console import Console, ConsoleResult
 from slipstream.broker.sandbox.frames import Link, frame_of
-from slipstream.broker.sandbox.sandbox import Limits, Mode, Outcome
+from slipstream.broker.sandbox.sandbox import Limits, Mode, ProgramOutcome
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Blob, Body, ByName, Count, Figure, Text, shortened
 from slipstream.wire.unreadable import UNREADABLE
@@ -40,7 +40,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     """Base of all messages."""
 
 
-class Run(_Message, frozen=True):
+class RunProgram(_Message, frozen=True):
     """Run a program."""
 
     source: Body
@@ -49,7 +49,7 @@ class Run(_Message, frozen=True):
     limits: Numbers
 
 
-class Call(_Message, frozen=True):
+class RunInConsole(_Message, frozen=True):
     """Run code in the connection's interpreter, which the first call starts."""
 
     source: Body
@@ -57,27 +57,27 @@ class Call(_Message, frozen=True):
     limits: Numbers  # those of the first call hold
 
 
-class Ran(_Message, frozen=True):
+class ProgramRan(_Message, frozen=True):
     """What came of a program."""
 
-    outcome: Outcome
+    outcome: ProgramOutcome
 
 
-class Called(_Message, frozen=True):
+class ConsoleRan(_Message, frozen=True):
     """What came of a call."""
 
-    said: Said
+    said: ConsoleResult
 
 
-class Unavailable(_Message, frozen=True):
+class NothingRan(_Message, frozen=True):
     """Nothing ran, and why."""
 
     reason: Text
 
 
-_Request: TypeAlias = Run | Call
-_Answer: TypeAlias = Ran | Called | Unavailable
-_AnswerT = TypeVar("_AnswerT", Ran, Called)
+_Request: TypeAlias = RunProgram | RunInConsole
+_Answer: TypeAlias = ProgramRan | ConsoleRan | NothingRan
+_AnswerT = TypeVar("_AnswerT", ProgramRan, ConsoleRan)
 requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 _link: socket.socket | None = None  # of a process that is confined
@@ -97,12 +97,12 @@ def console(limits: Limits, *, mode: Mode) -> "Console | BorrowedConsole":
     return BorrowedConsole(_link, limits)
 
 
-def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> Outcome:
+def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> ProgramOutcome:
     if _link is None:
         raise SandboxUnavailableError("this process is not confined")
     with _Connection(_link) as keeper:
-        asked = Run(source=source, stdin=stdin, files=dict(files), limits=asdict(limits))
-        return keeper.ask(asked, Ran).outcome
+        asked = RunProgram(source=source, stdin=stdin, files=dict(files), limits=asdict(limits))
+        return keeper.ask(asked, ProgramRan).outcome
 
 
 class BorrowedConsole:
@@ -113,10 +113,10 @@ class BorrowedConsole:
         self._keeper = _Connection(link)
         self._limits = asdict(limits)
 
-    def run(self, source: str, *, own_s: float) -> Said:
+    def run(self, source: str, *, own_s: float) -> ConsoleResult:
         """Run code as ``Console`` does."""
-        request = Call(source=source, own_s=own_s, limits=self._limits)
-        return self._keeper.ask(request, Called).said
+        request = RunInConsole(source=source, own_s=own_s, limits=self._limits)
+        return self._keeper.ask(request, ConsoleRan).said
 
     def __exit__(self, *_: object) -> None:
         self._keeper.__exit__()
@@ -162,7 +162,7 @@ def let_go(descriptor: int, refusal: str) -> None:
         with suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
             if refusal:
-                connection.send(frame_of(Unavailable(reason=refusal)), socket.MSG_DONTWAIT)
+                connection.send(frame_of(NothingRan(reason=refusal)), socket.MSG_DONTWAIT)
         connection.detach()
     with suppress(OSError):
         os.close(descriptor)
@@ -205,20 +205,20 @@ def keep(descriptor: int, most: Limits) -> None:
                 request = link.receive()
                 if request is None:
                     return
-                if isinstance(request, Run):
-                    answer = Ran(outcome=_outcome_of(request, most))
+                if isinstance(request, RunProgram):
+                    answer = ProgramRan(outcome=_outcome_of(request, most))
                 else:
                     if opened is None:
                         opened = Console(_bounded(request.limits, most))
                         stack.push(opened)
                     own_s = max(0.0, min(request.own_s, most.own_s))
-                    answer = Called(said=opened.run(request.source, own_s=own_s))
+                    answer = ConsoleRan(said=opened.run(request.source, own_s=own_s))
             except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
-                answer = Unavailable(reason=shortened(str(error)))
+                answer = NothingRan(reason=shortened(str(error)))
             link.send(answer)
 
 
-def _outcome_of(request: Run, most: Limits) -> Outcome:
+def _outcome_of(request: RunProgram, most: Limits) -> ProgramOutcome:
     if len(request.files) > _MOST_FILES:
         raise SandboxUnavailableError(f"{len(request.files)} files, of {_MOST_FILES} at most")
     limits = _bounded(request.limits, most)

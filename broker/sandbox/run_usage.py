@@ -23,7 +23,7 @@ class RunUsage:
     memory_bytes: int = 0
     peak_bytes: int = 0
     wants_core: bool = False  # a thread of it runs, or waits for a core
-    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
+    waits_for_disk: bool = False  # or seems to, see ``ChargedTime``
 
     def update(self, root: int, *, levels: int, enough_bytes: int) -> None:
         """Measure the tree under a process.

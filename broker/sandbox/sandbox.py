@@ -29,7 +29,7 @@ from slipstream.broker.sandbox.bubblewrap import (
     needs_user_namespace,
     sealed,
 )
-from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.broker.sandbox.charged_time import ChargedTime
 from slipstream.broker.sandbox.process_table import children_of
 from slipstream.broker.sandbox.run_usage import RunUsage
 
@@ -47,7 +47,7 @@ NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _FIRST_SPARE_UID = 1_879_048_192  # started by root, each run is another user
 _SPARE_UIDS = 1 << 22
-_Runner: TypeAlias = Callable[[str, bytes, Mapping[str, bytes], "Limits"], "Outcome"]
+_Runner: TypeAlias = Callable[[str, bytes, Mapping[str, bytes], "Limits"], "ProgramOutcome"]
 _runner: _Runner | None = None
 
 
@@ -72,7 +72,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """Outcome of a run.
 
     ``exit_code`` is -N after signal N, and None where we ended the run ourselves.
@@ -117,7 +117,7 @@ def run(
     limits: Limits = Limits(),
     mode: Mode = "namespaces",
     init: Path = INIT,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run Python source with the base interpreter, without its site-packages; block until it ends.
 
     The code sees the system's libraries, its own work folder and nothing else: no network, no
@@ -162,7 +162,7 @@ class StartedRun:
         self._report = b""
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._usage = RunUsage()
-        self._own: OwnTime | None = None  # from the start of the code
+        self._own: ChargedTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
             report, theirs = os.pipe()
@@ -207,7 +207,7 @@ class StartedRun:
         with self._stack, self._process:
             self._end()
 
-    def watch(self) -> Outcome:
+    def watch(self) -> ProgramOutcome:
         """Read and measure until the run ends, or has to be ended."""
         status = self._until_the_end()
         now_s = time.monotonic()
@@ -242,7 +242,7 @@ class StartedRun:
             now_s = time.monotonic()
             if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
-                self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
+                self._own = ChargedTime(now_s, self._usage.cpu_s, disk_s=disk_s)
             if now_s >= next_usage_s:
                 next_usage_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
@@ -324,7 +324,7 @@ class StartedRun:
                     os.close(init)
         return False
 
-    def _outcome(self, status: End | None, now_s: float) -> Outcome:
+    def _outcome(self, status: End | None, now_s: float) -> ProgramOutcome:
         """Make the outcome; raise SandboxUnavailableError if the code never started."""
         report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])
@@ -336,7 +336,7 @@ class StartedRun:
             )
         if "error" in report or "started" not in report:
             raise SandboxUnavailableError(explained(shown))
-        own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
+        own = self._own or ChargedTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
             raise SandboxUnavailableError(
                 f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
@@ -347,7 +347,7 @@ class StartedRun:
         if status is None:
             status = _status_of(code, stderr)
         limit = self._limits.max_output_bytes
-        return Outcome(
+        return ProgramOutcome(
             status=status,
             exit_code=code,
             stdout=bytes(self._output["stdout"][:limit]),

@@ -45,15 +45,15 @@ from slipstream.broker.sandbox.process_table import (
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
     Connected,
-    Ended,
     EnvironmentLoaded,
+    EnvironmentNotLoaded,
     Fork,
     Forked,
     FromEnvironment,
     FromLoader,
     Keeping,
     LoadEnvironment,
-    LoadFailed,
+    ProcessEnded,
     ToEnvironment,
     from_environment,
     from_loader,
@@ -146,7 +146,7 @@ class Acting:
 
 
 @dataclass(slots=True)
-class Limits:
+class ProcessLimits:
     """Of one trajectory's processes."""
 
     memory_mb: int
@@ -162,7 +162,7 @@ class EnvironmentHost:
         self,
         function: str,
         options: Mapping[str, Json],
-        limits: Limits,
+        limits: ProcessLimits,
         *,
         jailed: bool,
         hide: Sequence[Path],
@@ -206,7 +206,7 @@ class EnvironmentHost:
         cls,
         function: str,
         options: Mapping[str, Json],
-        limits: Limits,
+        limits: ProcessLimits,
         *,
         jailed: bool = True,
         hide: Sequence[Path] = (),
@@ -325,13 +325,13 @@ class EnvironmentHost:
             match message:
                 case EnvironmentLoaded() if not loaded.done():
                     loaded.set_result(message)
-                case LoadFailed(message=why) if not loaded.done():
+                case EnvironmentNotLoaded(message=why) if not loaded.done():
                     loaded.set_exception(ConfigError(why))
                 case Forked(number=number, pid=pid):
                     self._forked(number, pid)
                 case Keeping(number=number, pid=pid):
                     self._told_of(number).told_keepers.add(pid)
-                case Ended(number=number, code=code, why=why):
+                case ProcessEnded(number=number, code=code, why=why):
                     if (acting := self._acting.get(number)) is not None:
                         acting.pid = acting.inner_pid = 0  # another may have them now
                         acting.forked.set()

@@ -20,19 +20,19 @@ from slipstream.broker.sandbox.frames import Link, connection_of
 from slipstream.broker.sandbox.keeper import borrow, keep, keepers_limits, let_go
 from slipstream.broker.sandbox.process_table import children_of
 from slipstream.broker.sandbox.sandbox import Limits
-from slipstream.generators.environments.acting import act, become_a_reaper, connected
 from slipstream.generators.environments.confinement import Confinement, keep_memory_private
 from slipstream.generators.environments.loading import LoadedEnvironment, load_environment
 from slipstream.generators.environments.messages import (
-    Ended,
     EnvironmentLoaded,
+    EnvironmentNotLoaded,
     Fork,
     Forked,
     Keeping,
     LoadEnvironment,
-    LoadFailed,
+    ProcessEnded,
     to_loader,
 )
+from slipstream.generators.environments.trajectory_process import act, become_a_reaper, connected
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.process.processes import die_with_parent, raise_descriptor_limit
@@ -102,7 +102,7 @@ class Loader:
             self._start(environment, order)
         except OSError as error:
             why = f"its process does not start: {error.strerror or error}"
-            self.link.send(Ended(number=order.number, code=1, why=why))
+            self.link.send(ProcessEnded(number=order.number, code=1, why=why))
 
     def _start(self, environment: LoadedEnvironment, order: Fork) -> None:
         confinement = self.confinement
@@ -178,7 +178,9 @@ class Loader:
                 if (borrower := self._keepers.pop(pid, None)) is not None:
                     borrower.num_running -= 1
                 elif (number := self._numbers.pop(pid, None)) is not None:
-                    self.link.send(Ended(number=number, code=os.waitstatus_to_exitcode(status)))
+                    self.link.send(
+                        ProcessEnded(number=number, code=os.waitstatus_to_exitcode(status))
+                    )
         for pid in children - ended - {*self._numbers, *self._keepers}:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # left by one that ended by itself
@@ -222,7 +224,7 @@ def main() -> int:
     try:
         environment = load_environment(order.function, order.options)
     except ConfigError as error:
-        loader.link.send(LoadFailed(message=shortened(str(error))))
+        loader.link.send(EnvironmentNotLoaded(message=shortened(str(error))))
         return 1
     if environment.rollout is not None:
         import openai  # noqa: F401 slow: before the fork

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.generators.environments.host import EnvironmentHost, Limits
+from slipstream.generators.environments.host import EnvironmentHost, ProcessLimits
 from slipstream.wire.process.environment import handed_on
 from slipstream.wire.settings.sections import EnvironmentSection
 
@@ -20,7 +20,7 @@ async def local_environments(
     return await EnvironmentHost.start(
         settings.function,
         settings.options,
-        Limits(memory_mb=settings.memory_mb, max_processes=settings.max_processes),
+        ProcessLimits(memory_mb=settings.memory_mb, max_processes=settings.max_processes),
         jailed=settings.sandbox != "none",
         hide=hide,
         environment=handed_on(

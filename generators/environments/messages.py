@@ -49,7 +49,7 @@ class EnvironmentLoaded(_Message, frozen=True):
     is_below: bool = False  # in a PID namespace of its own, as the one child of what was started
 
 
-class LoadFailed(_Message, frozen=True):
+class EnvironmentNotLoaded(_Message, frozen=True):
     """It is not, and why."""
 
     message: Text
@@ -77,7 +77,7 @@ class Keeping(_Message, frozen=True):
     pid: Count  # in the loader's namespace
 
 
-class Ended(_Message, frozen=True):
+class ProcessEnded(_Message, frozen=True):
     """The process of a trajectory has ended."""
 
     number: Count
@@ -91,7 +91,7 @@ class Connected(_Message, frozen=True):
     ticket: Name
 
 
-class Begin(_Message, frozen=True):
+class BeginTrajectory(_Message, frozen=True):
     """Reset the environment, or run the function."""
 
     prompt: Prompt
@@ -128,8 +128,8 @@ class Unable(_Message, frozen=True):
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork
-FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Keeping | Ended
-ToEnvironment: TypeAlias = Begin | Replied
+FromLoader: TypeAlias = EnvironmentLoaded | EnvironmentNotLoaded | Forked | Keeping | ProcessEnded
+ToEnvironment: TypeAlias = BeginTrajectory | Replied
 FromEnvironment: TypeAlias = Connected | Turned | Unable
 
 to_loader: msgspec.msgpack.Decoder[ToLoader] = msgspec.msgpack.Decoder(ToLoader)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.local import local_environments
@@ -16,15 +15,16 @@ from slipstream.generators.environments.remote.link import EnvironmentServers
 from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.rollout import (
     Environments,
-    Outcome,
+    TrajectoryOutcome,
     run_trajectory,
     transcript_text,
 )
 from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.turns.calls import RecordedReply, TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
-from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ReplyParser
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.keys import read_client_key
@@ -45,9 +45,9 @@ _NOBODY_SCORES = (
 )
 
 
-def rendering_of(codec: TextCodec) -> Rendering:
+def rendering_of(codec: TextCodec) -> MessageRendering:
     """Return what renders messages for a model."""
-    return Rendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
+    return MessageRendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
 
 
 def replies_of(
@@ -166,7 +166,7 @@ class TurnSampler:
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         """Run one sibling of a group, which has ``lanes`` of the engine.
 
@@ -175,7 +175,7 @@ class TurnSampler:
             EngineError: the engine failed.
         """
         params = self._sampler.params[group.item]
-        session = CaptureSession(
+        session = TrajectoryCalls(
             sample=self._sample(group, sibling, lanes),
             params=params,
             rendering=self._rendering,
@@ -222,7 +222,7 @@ class TurnSampler:
             **killed,
         }
 
-    def _refuse_unrewarded(self, outcome: Outcome) -> None:
+    def _refuse_unrewarded(self, outcome: TrajectoryOutcome) -> None:
         if outcome.reward is not None or not self._must_reward:
             return
         limits = {
@@ -245,7 +245,7 @@ class TurnSampler:
         sibling: int,
         params: SamplingParams,
         conversation: Conversation,
-        outcome: Outcome,
+        outcome: TrajectoryOutcome,
     ) -> Submission:
         turns, num_tokens = conversation.turns, conversation.num_tokens
         is_single = len(turns) == 1 and turns[0].end == num_tokens

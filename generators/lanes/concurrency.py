@@ -34,7 +34,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class EngineObservation:
     """An engine and the work that it has, at one moment."""
 
     in_flight: int  # sequences that the engine has and has not answered
@@ -66,7 +66,7 @@ def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> 
     return within.clamp(fitting if fitting >= within.highest else fitting - fitting % within.step)
 
 
-def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
+def decide(state: Concurrency, seen: EngineObservation, within: Range) -> Concurrency:
     """Return the next state.
 
     A lowered limit takes effect when sequences end, since none is taken back. Until then nothing
@@ -93,7 +93,7 @@ def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
 
 
 def _lowered(
-    state: Concurrency, seen: Observation, within: Range, verdict: Verdict, limit: int
+    state: Concurrency, seen: EngineObservation, within: Range, verdict: Verdict, limit: int
 ) -> Concurrency:
     return replace(
         state,
@@ -104,7 +104,7 @@ def _lowered(
     )
 
 
-def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
+def _may_grow(state: Concurrency, seen: EngineObservation, within: Range) -> bool:
     """True if there is room, and more lanes would be used.
 
     After the start phase the limit grows once per turnover of all lanes: only then does the share
@@ -122,6 +122,6 @@ def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
     return is_turned_over and _use_of(state.limit + within.step, seen) < TRIM_FROM
 
 
-def _use_of(limit: int, seen: Observation) -> float:
+def _use_of(limit: int, seen: EngineObservation) -> float:
     """Return the share of the cache that ``limit`` sequences would hold."""
     return seen.kv_use * limit / seen.num_running

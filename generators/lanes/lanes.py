@@ -11,7 +11,7 @@ from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes.concurrency import (
     Concurrency,
-    Observation,
+    EngineObservation,
     Range,
     decide,
     first_limit,
@@ -92,7 +92,7 @@ class Lanes:
             )
             self._state = Concurrency(limit=limit, num_retractions=load.num_retractions)
         else:
-            seen = Observation(
+            seen = EngineObservation(
                 in_flight=self.in_flight,
                 num_finished=self._num_finished,
                 kv_use=load.kv_use,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Call:
+class TimedCall:
     """A call of the engine."""
 
     num_tokens: int = 0  # of its longest response; 0 until it is answered
@@ -58,13 +58,13 @@ class EnginePace:
         self._num_running, self._since_s = num_running, now_s
 
     @contextmanager
-    def call(self) -> Iterator[Call]:
+    def call(self) -> Iterator[TimedCall]:
         """Count a call of the engine, whose ``num_tokens`` is set once it is answered."""
         if self._counts_calls:
             self._set(self._num_running + 1)
         is_known, began_s, stood_s = self._is_known, self._now(), self._stood_s()
         before = self._until(began_s)
-        call = Call()
+        call = TimedCall()
         try:
             yield call
         finally:

@@ -21,7 +21,7 @@ from slipstream.generators.nodes.verdict import is_of_peers
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
-from slipstream.generators.versions.received import room_for
+from slipstream.generators.versions.staging_room import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, text_of
 from slipstream.wire.files.keys import read_client_key

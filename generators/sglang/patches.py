@@ -22,9 +22,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import adoption, cpu_models, harmless
+from slipstream.generators.sglang import adoption, cpu_models, log_noise
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
-from slipstream.generators.sglang.tool_calls import SEPARATORS, Call, Marks, read_reply
+from slipstream.generators.sglang.tool_calls import SEPARATORS, Marks, ReadCall, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.thoughts import split_thoughts
@@ -68,7 +68,7 @@ def install() -> None:
         ConfigError: this is another SGLang version than theirs.
     """
     check_version(metadata.version("sglang"))
-    harmless.leave_out()
+    log_noise.leave_out()
     retractions, experts = Retractions(), ExpertsBefore()
 
     def correct_updates_of_rank(module: ModuleType) -> None:
@@ -143,14 +143,14 @@ def keep_every_character(module: ModuleType) -> None:
         def tools_of(names: tuple[str, ...]) -> list[Any]:
             return [*parser.tools, *(tool_of(function={"name": name}) for name in names)]
 
-        def read(text: str, names: Collection[str]) -> list[Call]:
+        def read(text: str, names: Collection[str]) -> list[ReadCall]:
             try:
                 found = copy.deepcopy(detector).detect_and_parse(text, tools_of(tuple(names)))
             except Exception:  # noqa: BLE001 what cannot be read raises anything
                 return []
             finally:
                 log.setLevel(logging.CRITICAL + 1)  # lines about parts repeat the first one
-            return [Call(one.name or "", one.parameters) for one in found.calls]
+            return [ReadCall(one.name or "", one.parameters) for one in found.calls]
 
         owners = detector, sys.modules[type(detector).__module__]
         named = {

@@ -36,7 +36,7 @@ _UNSAID = (
 )
 
 
-class Call(NamedTuple):
+class ReadCall(NamedTuple):
     """A call as a parser reads it."""
 
     name: str
@@ -52,11 +52,11 @@ class Call(NamedTuple):
         return bool(self.name)
 
 
-class Reading(NamedTuple):
+class ReplyParts(NamedTuple):
     """A reply: each character is in ``text``, in a call, or a mark of the format around one."""
 
     text: str
-    calls: list[Call]
+    calls: list[ReadCall]
     unread: list[str]  # parts of ``text`` that look like calls and are none
 
 
@@ -72,13 +72,13 @@ class Marks(NamedTuple):
     closing: Collection[str]
 
 
-Read = Callable[[str, Collection[str]], list[Call]]
+Read = Callable[[str, Collection[str]], list[ReadCall]]
 """A parser: the calls of a text, of the known tools and those of further names."""
 
 
 def read_reply(
     text: str, read: Read, looks_like_call: Callable[[str], bool], marks: Marks
-) -> Reading:
+) -> ReplyParts:
     """Return the calls of a reply and all the rest of it.
 
     Where finding the places of its calls would take long, all of it remains text, beside them.
@@ -91,7 +91,7 @@ def read_reply(
     """
     left = _MOST_READ
 
-    def bounded(part: str, names: Collection[str]) -> list[Call]:
+    def bounded(part: str, names: Collection[str]) -> list[ReadCall]:
         nonlocal left
         left -= len(part) + _EACH_READ
         if left < 0:
@@ -101,12 +101,12 @@ def read_reply(
     try:
         return _read_twice(text, bounded, looks_like_call, marks)
     except _ReadEnoughError:
-        return Reading(text, [call for call in read(text, ()) if call.is_whole], [])
+        return ReplyParts(text, [call for call in read(text, ()) if call.is_whole], [])
 
 
 def _read_twice(
     text: str, read: Read, looks_like_call: Callable[[str], bool], marks: Marks
-) -> Reading:
+) -> ReplyParts:
     """Read a reply, and once more with the names in what remains unread."""
     found = _reading(text, lambda part: read(part, ()), looks_like_call, marks)
     names = list(dict.fromkeys(_NAME.findall("".join(found.unread))))[:_MOST_NAMES]
@@ -119,15 +119,15 @@ def _read_twice(
 
 class _Part(NamedTuple):
     text: str  # of a call only if it does not say all of it
-    call: Call | None = None
+    call: ReadCall | None = None
 
 
 def _reading(
     text: str,
-    read: Callable[[str], list[Call]],
+    read: Callable[[str], list[ReadCall]],
     looks_like_call: Callable[[str], bool],
     marks: Marks,
-) -> Reading:
+) -> ReplyParts:
     parts = _most(text, read, marks)
     calls = [part.call for part in parts if part.call is not None]
     kept = [part for part in parts if part.text.strip(SEPARATORS) or not calls]
@@ -137,10 +137,10 @@ def _reading(
         for part, opens_the_next in zip(kept, [*opens, False], strict=False)
         if part.call is None and not opens_the_next and looks_like_call(part.text)
     ]
-    return Reading("".join(part.text for part in kept), calls, unread)
+    return ReplyParts("".join(part.text for part in kept), calls, unread)
 
 
-def _most(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
+def _most(text: str, read: Callable[[str], list[ReadCall]], marks: Marks) -> list[_Part]:
     """Return the parts of a text, read from mark to mark where that gives more calls.
 
     Many parsers read nothing where one call is broken, or the first of several sections alone.
@@ -172,7 +172,7 @@ def _num_calls(parts: list[_Part]) -> int:
     return sum(part.call is not None for part in parts)
 
 
-def _parts(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
+def _parts(text: str, read: Callable[[str], list[ReadCall]], marks: Marks) -> list[_Part]:
     """Return calls, and what is in none, in their order."""
     parts: list[_Part] = []
     after = 0
@@ -204,8 +204,8 @@ def _without(text: str, marks: Collection[str], has: Callable[[str, str], bool])
 
 
 def _places(
-    text: str, read: Callable[[str], list[Call]], marks: Marks
-) -> list[tuple[Call, int, int, bool]]:
+    text: str, read: Callable[[str], list[ReadCall]], marks: Marks
+) -> list[tuple[ReadCall, int, int, bool]]:
     """Return calls with their first and last places; one that shares them with another has none.
 
     A call ends where it is first read, and begins where it is last read. Places beside a mark are
@@ -214,7 +214,7 @@ def _places(
     opened = sorted({at for mark in marks.opening for at in _all(mark, text)}, reverse=True)
     closed = sorted({at + len(mark) for mark in marks.closing for at in _all(mark, text)})
     calls = read(text)
-    found: list[tuple[Call, int, int, bool]] = []
+    found: list[tuple[ReadCall, int, int, bool]] = []
     before = 0
     for count in range(1, len(calls) + 1):
         wanted, head = calls[:count], text[:before]
@@ -239,7 +239,9 @@ def _places(
     return found
 
 
-def _is_same(read: Callable[[str], list[Call]], wanted: list[Call], head: str, part: str) -> bool:
+def _is_same(
+    read: Callable[[str], list[ReadCall]], wanted: list[ReadCall], head: str, part: str
+) -> bool:
     return read(head + part)[: len(wanted)] == wanted
 
 
@@ -251,7 +253,7 @@ def _all(mark: str, text: str) -> list[int]:
     return [one.start() for one in re.finditer(re.escape(mark), text)]
 
 
-def _says_all(call: Call, written: str, is_same: Callable[[str], bool], marks: Marks) -> bool:
+def _says_all(call: ReadCall, written: str, is_same: Callable[[str], bool], marks: Marks) -> bool:
     """Return whether no word that is written where a call stands is lost by reading it.
 
     What is neither in the call nor a mark is looked at: where something else in its place makes no

@@ -106,7 +106,7 @@ async def generate(
                 generator.environment, generator.sampling, sampler, hide=generator.hidden
             )
             turn_sampler = await cleanup.enter_async_context(acting)
-        generation = Generation(
+        generation = OfflineGeneration(
             settings, source, sampler, pool, writer, answered, turn_sampler=turn_sampler
         )
         async with running(generation.run(), watch(process)) as (job, watching):
@@ -137,7 +137,7 @@ class _Progress:
         )
 
 
-class Generation:
+class OfflineGeneration:
     """Keeps the engine busy with whole groups."""
 
     def __init__(

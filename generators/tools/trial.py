@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from slipstream.generators.capture.session import Reply
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler, rendering_of
@@ -18,6 +17,7 @@ from slipstream.generators.lanes.concurrency import Range
 from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
+from slipstream.generators.turns.calls import RecordedReply
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Json, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
@@ -27,7 +27,7 @@ from slipstream.wire.process.stopping import stop_event
 _NAME = "trial"
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class TrialMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A reply of the policy, and the messages that came before it."""
 
     asked: tuple[dict[str, Json], ...]
@@ -42,7 +42,7 @@ class TriedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory, or why there is none."""
 
     row: int
-    said: tuple[Said, ...] = ()
+    said: tuple[TrialMessage, ...] = ()
     reward: float | None = None  # None: a reward function would give it
     parts: dict[str, float] = {}
     failed: str = ""  # why the environment could not go on
@@ -59,7 +59,7 @@ async def try_environment(
     prompts: Sequence[Prompt],
     *,
     on_begin: Callable[[int, Prompt], None],
-    on_said: Callable[[Said], None],
+    on_said: Callable[[TrialMessage], None],
     on_end: Callable[[TriedTrajectory], None],
 ) -> list[TriedTrajectory] | None:
     """Run a trajectory from each prompt; None if it was interrupted.
@@ -108,16 +108,16 @@ async def try_environment(
 
 
 async def _one(
-    turn_sampler: TurnSampler, number: int, prompt: Prompt, on_said: Callable[[Said], None]
+    turn_sampler: TurnSampler, number: int, prompt: Prompt, on_said: Callable[[TrialMessage], None]
 ) -> TriedTrajectory:
     work = LeasedGroup(
         group_id=number, lease_id=0, item="train", position=number, prompt=prompt, siblings=(0,)
     )
-    said: list[Said] = []
+    said: list[TrialMessage] = []
 
-    def heard(reply: Reply) -> None:
+    def heard(reply: RecordedReply) -> None:
         said.append(
-            Said(
+            TrialMessage(
                 asked=tuple(dict(message) for message in reply.asked),
                 message=reply.message,
                 num_tokens=len(reply.completion.token_ids),

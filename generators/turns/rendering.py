@@ -36,7 +36,7 @@ class TemplateNotAppendOnlyError(ConfigError):
     """What a chat template writes after a reply depends on what was said before."""
 
 
-class Rendering:
+class MessageRendering:
     """The token ids of messages, by one chat template and tokenizer."""
 
     def __init__(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.generators.engine import Scores
-from slipstream.generators.versions.probe_noise import Difference, Noise, difference
+from slipstream.generators.versions.probe_noise import LogprobDifference, Noise, difference
 from slipstream.wire.errors import EngineError, QuarantineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -49,7 +49,7 @@ class ProbeAudit:
         self._num_pauses = 0
         self._is_paused = False
         self.condemned: PolicyVersion | None = None  # that the engine does not compute
-        self.last: Difference | None = None
+        self.last: LogprobDifference | None = None
         self.counters = dict.fromkeys(("probes", "unproven"), 0.0)
 
     # ---- callbacks of the weight bus -----------------------------------------

@@ -13,7 +13,7 @@ EXPERTS_FLOORS = {"float32": 5e-3, "bfloat16": 2e-2}  # a token may get another 
 WORST_OF_MEAN = 16.0  # limits and floors of the worst token, times those of the mean
 
 
-class Difference(NamedTuple):
+class LogprobDifference(NamedTuple):
     """Distance between two sets of logprobs, in nats."""
 
     mean: float  # of the absolute differences
@@ -24,7 +24,9 @@ class Difference(NamedTuple):
         return f"{self.mean:.3g} nats on average, {self.worst:.3g} at worst"
 
 
-def difference(theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> Difference:
+def difference(
+    theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
+) -> LogprobDifference:
     """Compare logprobs, [S, N] each. What is no number is infinitely far."""
     every = [
         abs(one - other)
@@ -32,12 +34,12 @@ def difference(theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]
         for one, other in zip(row, others, strict=True)
     ]
     if not all(math.isfinite(one) for one in every):
-        return Difference(math.inf, math.inf)
-    return Difference(math.fsum(every) / len(every), max(every))
+        return LogprobDifference(math.inf, math.inf)
+    return LogprobDifference(math.fsum(every) / len(every), max(every))
 
 
-TIMES = Difference(2.5, 8.0)  # a low quartile of the noise seen
-EXPERTS_TIMES = Difference(5.0, 32.0)
+TIMES = LogprobDifference(2.5, 8.0)  # a low quartile of the noise seen
+EXPERTS_TIMES = LogprobDifference(5.0, 32.0)
 
 
 class Noise:
@@ -62,23 +64,23 @@ class Noise:
         floors = EXPERTS_FLOORS if has_experts else FLOORS
         self._floor = min(floors[dtype], self._limit)
         self._times = EXPERTS_TIMES if has_experts else TIMES
-        self._seen: list[Difference] = []
+        self._seen: list[LogprobDifference] = []
 
     @property
-    def bound(self) -> Difference:
+    def bound(self) -> LogprobDifference:
         """The largest difference that is taken for noise."""
-        limit = Difference(self._limit, WORST_OF_MEAN * self._limit)
+        limit = LogprobDifference(self._limit, WORST_OF_MEAN * self._limit)
         if not self._seen:
             return limit
         few = CALIBRATION / len(self._seen)
         means, worst = zip(*self._seen, strict=True)
-        floor = Difference(self._floor, WORST_OF_MEAN * self._floor)
-        return Difference(
+        floor = LogprobDifference(self._floor, WORST_OF_MEAN * self._floor)
+        return LogprobDifference(
             min(limit.mean, max(floor.mean, few * self._times.mean * _quartile(means))),
             min(limit.worst, max(floor.worst, few * self._times.worst * _quartile(worst))),
         )
 
-    def is_noise(self, found: Difference) -> bool:
+    def is_noise(self, found: LogprobDifference) -> bool:
         """True if a difference is taken for noise, from which is learned then."""
         bound = self.bound
         if found.mean > bound.mean or found.worst > bound.worst:

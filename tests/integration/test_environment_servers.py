@@ -13,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import (
     EnvironmentFailedError,
     EnvironmentHost,
@@ -23,12 +22,13 @@ from slipstream.generators.environments.remote.link import EnvironmentServers, _
 from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.generators.environments.remote.server import EnvironmentServer
-from slipstream.generators.environments.rollout import Outcome, run_trajectory
+from slipstream.generators.environments.rollout import TrajectoryOutcome, run_trajectory
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.weightbus.net.curve import LeaderListener
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.settings.rendezvous import Address
-from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, session
+from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, calls_at
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.capture.test_capture import Engine
 from tests.unit.generators.turns.test_rendering import token_text
@@ -108,8 +108,8 @@ async def linked(
 
 async def played(
     servers: EnvironmentServers, says: Sequence[str], limits: Mapping[str, int] | None = None
-) -> tuple[Outcome, CaptureSession]:
-    its = session(Engine(list(says)), **(limits or {}))
+) -> tuple[TrajectoryOutcome, TrajectoryCalls]:
+    its = calls_at(Engine(list(says)), **(limits or {}))
     capture = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await capture.start()
     try:

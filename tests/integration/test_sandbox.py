@@ -42,7 +42,7 @@ COPIED = (
     "broker/sandbox/__init__.py",
     "broker/sandbox/bubblewrap.py",
     "broker/sandbox/init.py",
-    "broker/sandbox/own_time.py",
+    "broker/sandbox/charged_time.py",
     "broker/sandbox/process_table.py",
     "broker/sandbox/run_usage.py",
     "broker/sandbox/sandbox.py",

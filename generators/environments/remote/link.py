@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.messages import (
-    Begin,
+    BeginTrajectory,
     FromEnvironment,
     ToEnvironment,
     Turned,
@@ -33,19 +33,19 @@ from slipstream.generators.environments.remote.messages import (
     MOST_CALLS,
     REVISION,
     SIGN_S,
-    Answered,
-    Asked,
+    AgentAnswer,
+    AgentRequest,
     Close,
+    EnvironmentHello,
+    EnvironmentWelcome,
     Failed,
     FromServer,
-    Heard,
-    Hello,
     Left,
     Open,
     Opened,
+    ProcessMessage,
     Tell,
     ToServer,
-    Welcome,
     encoded,
     from_server,
     waiting,
@@ -84,7 +84,7 @@ class RemoteActing:
 
     async def tell(self, message: ToEnvironment) -> None:
         """Send it a message."""
-        if isinstance(message, Begin):
+        if isinstance(message, BeginTrajectory):
             self.url, self.api_key = message.url, message.api_key
         await self.server.send(Tell(client=self.server.client, number=self.number, said=message))
 
@@ -115,9 +115,9 @@ class _Server:
         self.silence = silence
         self.client = client
         self.incarnation = ""  # of the process that answered; empty: nobody has
-        self.welcome: Welcome | None = None
+        self.welcome: EnvironmentWelcome | None = None
         self.refused = ""  # why it is not used
-        self.told_open: tuple[int, ...] = ()  # by the newest Hello
+        self.told_open: tuple[int, ...] = ()  # by the newest EnvironmentHello
         self.room = 0  # for trajectories more, as far as it is known
         self.acting: dict[int, RemoteActing] = {}
         self._key = key
@@ -134,7 +134,7 @@ class _Server:
         return link
 
     async def send(self, message: ToServer) -> None:
-        """Send at once, or not at all: what a server does not take its next Welcome shows."""
+        """Send at once, or not at all: its next welcome shows what a server missed."""
         if self._socket is not None:
             with suppress(zmq.ZMQError):
                 await self._socket.send_multipart(encoded(message), flags=zmq.NOBLOCK)
@@ -285,7 +285,9 @@ class EnvironmentServers:
     async def _give_signs(self, server: _Server) -> None:
         while True:
             server.told_open = tuple(server.acting)
-            await server.send(Hello(client=self._client, revision=REVISION, open=server.told_open))
+            await server.send(
+                EnvironmentHello(client=self._client, revision=REVISION, open=server.told_open)
+            )
             await asyncio.sleep(SIGN_S)
 
     def _lost(self, server: _Server, why: str) -> None:
@@ -295,7 +297,7 @@ class EnvironmentServers:
         server.room = 0
         server.fail_all(why)
 
-    def _welcomed(self, server: _Server, welcome: Welcome) -> None:
+    def _welcomed(self, server: _Server, welcome: EnvironmentWelcome) -> None:
         why = self._unlike(server, welcome)
         if why and not server.refused:
             _log.error("environment server %s is not used: %s", server.address, why)
@@ -314,7 +316,7 @@ class EnvironmentServers:
                 acting.take(EnvironmentLostError(lost))
         self._changed.set()
 
-    def _unlike(self, server: _Server, welcome: Welcome) -> str:
+    def _unlike(self, server: _Server, welcome: EnvironmentWelcome) -> str:
         """Return why a server cannot be used; empty if it can."""
         if welcome.revision != REVISION:
             return (
@@ -355,7 +357,7 @@ class EnvironmentServers:
         self._handle(server, message)
 
     def _handle(self, server: _Server, message: FromServer) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, EnvironmentWelcome):
             self._welcomed(server, message)
             return
         acting = server.acting.get(message.number)
@@ -365,11 +367,11 @@ class EnvironmentServers:
             case Opened(is_full=is_full):
                 if not acting.opened.done():
                     acting.opened.set_result(not is_full)
-            case Heard(said=said):
+            case ProcessMessage(said=said):
                 acting.take(said)
             case Failed(reason=reason):
                 acting.take(EnvironmentFailedError(reason))
-            case Asked():
+            case AgentRequest():
                 if message.call not in acting.calls and len(acting.calls) < MOST_CALLS:
                     asking = self._in_background(self._ask(acting, message))
                     acting.calls[message.call] = asking
@@ -378,14 +380,14 @@ class EnvironmentServers:
                 if (waiting := acting.calls.get(call)) is not None:
                     waiting.cancel()
 
-    async def _ask(self, acting: RemoteActing, asked: Asked) -> None:
+    async def _ask(self, acting: RemoteActing, asked: AgentRequest) -> None:
         """Carry a request to the endpoint here, and its answer back."""
         method, _, path = asked.path.partition(" ")
         headers = {"Authorization": f"Bearer {acting.api_key}", "Content-Type": "application/json"}
 
         async def part(body: bytes, **more: Any) -> None:  # noqa: ANN401 fields
             await acting.server.send(
-                Answered(
+                AgentAnswer(
                     client=self._client, number=acting.number, call=asked.call, body=body, **more
                 )
             )

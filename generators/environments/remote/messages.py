@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
-    Begin,
+    BeginTrajectory,
     Replied,
     Turned,
     Unable,
@@ -45,7 +45,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 # ---- generator to server -----------------------------------------------------
 
 
-class Hello(_Message, frozen=True):
+class EnvironmentHello(_Message, frozen=True):
     """A generator's sign of life; the first one begins."""
 
     client: ProcessName  # differs after each restart
@@ -65,7 +65,7 @@ class Tell(_Message, frozen=True):
 
     client: ProcessName
     number: Count
-    said: Begin | Replied
+    said: BeginTrajectory | Replied
 
 
 class Close(_Message, frozen=True):
@@ -75,7 +75,7 @@ class Close(_Message, frozen=True):
     number: Count
 
 
-class Answered(_Message, frozen=True):
+class AgentAnswer(_Message, frozen=True):
     """A part of the answer to a request of an agent; status and type are with the first."""
 
     client: ProcessName
@@ -90,8 +90,8 @@ class Answered(_Message, frozen=True):
 # ---- server to generator -----------------------------------------------------
 
 
-class Welcome(_Message, frozen=True):
-    """The answer to a Hello: what is served here."""
+class EnvironmentWelcome(_Message, frozen=True):
+    """The answer to a EnvironmentHello: what is served here."""
 
     server: ProcessName  # differs after each restart
     version: Text  # of the environment
@@ -100,7 +100,9 @@ class Welcome(_Message, frozen=True):
     revision: Count
     may_reward: bool = True
     room: Count = 0  # for so many trajectories more
-    open: Several[Count] = ()  # of those that the Hello named, the ones that are under way
+    open: Several[
+        Count
+    ] = ()  # of those that the EnvironmentHello named, the ones that are under way
 
 
 class Opened(_Message, frozen=True):
@@ -110,7 +112,7 @@ class Opened(_Message, frozen=True):
     is_full: bool = False
 
 
-class Heard(_Message, frozen=True):
+class ProcessMessage(_Message, frozen=True):
     """What a trajectory's process said."""
 
     number: Count
@@ -124,7 +126,7 @@ class Failed(_Message, frozen=True):
     reason: Text
 
 
-class Asked(_Message, frozen=True):
+class AgentRequest(_Message, frozen=True):
     """A request of an agent, for the generator's endpoint."""
 
     number: Count
@@ -140,8 +142,8 @@ class Left(_Message, frozen=True):
     call: Count
 
 
-ToServer: TypeAlias = Hello | Open | Tell | Close | Answered
-FromServer: TypeAlias = Welcome | Opened | Heard | Failed | Asked | Left
+ToServer: TypeAlias = EnvironmentHello | Open | Tell | Close | AgentAnswer
+FromServer: TypeAlias = EnvironmentWelcome | Opened | ProcessMessage | Failed | AgentRequest | Left
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)

@@ -19,7 +19,7 @@ from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
     MOST_CALLS,
-    Answered,
+    AgentAnswer,
 )
 from slipstream.wire.errors import ConfigError
 
@@ -35,7 +35,7 @@ class _Agent:
 
     ask: Ask  # carries a request: number of the call, path, body
     leave: Leave  # says that nobody waits for that call any more
-    calls: "dict[int, asyncio.Queue[Answered]]" = field(default_factory=dict)
+    calls: "dict[int, asyncio.Queue[AgentAnswer]]" = field(default_factory=dict)
 
 
 class PolicyProxy:
@@ -77,9 +77,9 @@ class PolicyProxy:
         agent = self._agents.pop(key, None)
         self._http.end(key)
         for call, answers in agent.calls.items() if agent is not None else ():
-            _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
+            _put(answers, AgentAnswer(client="-", number=0, call=call, body=b"", is_last=True))
 
-    def answered(self, key: str, part: Answered) -> None:
+    def answered(self, key: str, part: AgentAnswer) -> None:
         """Pass on a part of an answer; one whose agent does not read is cut off."""
         agent = self._agents.get(key)
         answers = agent.calls.get(part.call) if agent is not None else None
@@ -103,7 +103,7 @@ class PolicyProxy:
         if len(path) > MAX_PATH:
             return web.json_response({"error": {"message": "no such path"}}, status=404)
         call = next(self._numbers)
-        answers: asyncio.Queue[Answered] = asyncio.Queue(_MOST_PARTS)
+        answers: asyncio.Queue[AgentAnswer] = asyncio.Queue(_MOST_PARTS)
         agent.calls[call] = answers
         try:
             await agent.ask(call, path, await request.read())
@@ -116,7 +116,7 @@ class PolicyProxy:
 
 
 async def _passed_on(
-    request: web.Request, answers: "asyncio.Queue[Answered]"
+    request: web.Request, answers: "asyncio.Queue[AgentAnswer]"
 ) -> web.StreamResponse:
     first = await answers.get()
     if not first.status:
@@ -136,7 +136,7 @@ async def _passed_on(
         part = await answers.get()
 
 
-def _put(answers: "asyncio.Queue[Answered]", part: Answered) -> bool:
+def _put(answers: "asyncio.Queue[AgentAnswer]", part: AgentAnswer) -> bool:
     try:
         answers.put_nowait(part)
     except asyncio.QueueFull:

@@ -19,22 +19,22 @@ import zmq
 import zmq.asyncio
 
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost
-from slipstream.generators.environments.messages import Begin, Replied, Turned, Unable
+from slipstream.generators.environments.messages import BeginTrajectory, Replied, Turned, Unable
 from slipstream.generators.environments.remote.messages import (
     LOOK_S,
     REVISION,
-    Answered,
-    Asked,
+    AgentAnswer,
+    AgentRequest,
     Close,
+    EnvironmentHello,
+    EnvironmentWelcome,
     Failed,
     FromServer,
-    Heard,
-    Hello,
     Left,
     Open,
     Opened,
+    ProcessMessage,
     Tell,
-    Welcome,
     encoded,
     to_server,
     waiting,
@@ -56,7 +56,9 @@ class _Trajectory:
     """One trajectory of a generator."""
 
     number: int
-    told: "asyncio.Queue[Begin | Replied]" = field(default_factory=lambda: asyncio.Queue(1))
+    told: "asyncio.Queue[BeginTrajectory | Replied]" = field(
+        default_factory=lambda: asyncio.Queue(1)
+    )
     task: "asyncio.Task[None] | None" = None
     key: str = ""  # of its agent at the proxy
     is_ending: bool = False
@@ -140,12 +142,12 @@ class EnvironmentServer:
         except ProtocolError as error:
             _malformed.say("a generator sent a malformed message: %s", error)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, EnvironmentHello):
             await self._hello(peer, message)
             return
         client = self._clients.get(message.client)
         if client is None or client.peer != peer:
-            return  # its next Hello names what it has here, and the answer does not
+            return  # its next EnvironmentHello names what it has here, and the answer does not
         client.silence.heard()
         match message:
             case Open(number=number):
@@ -154,14 +156,14 @@ class EnvironmentServer:
                 if (one := client.trajectories.get(number)) is not None:
                     with suppress(asyncio.QueueFull):  # it is told one thing at a time
                         one.told.put_nowait(said)
-            case Answered(number=number):
+            case AgentAnswer(number=number):
                 if (one := client.trajectories.get(number)) is not None:
                     self._proxy.answered(one.key, message)
             case Close(number=number):
                 if (one := client.trajectories.get(number)) is not None:
                     one.end()
 
-    async def _hello(self, peer: bytes, message: Hello) -> None:
+    async def _hello(self, peer: bytes, message: EnvironmentHello) -> None:
         client = self._clients.get(message.client)
         if client is None:
             if len(self._clients) >= _MOST_CLIENTS:
@@ -181,7 +183,7 @@ class EnvironmentServer:
         under_way = {n for n, one in client.trajectories.items() if not one.is_ending}
         await self._send(
             client,
-            Welcome(
+            EnvironmentWelcome(
                 server=self._name,
                 version=self._host.version,
                 identity=self._identity,
@@ -217,13 +219,13 @@ class EnvironmentServer:
             async with self._host.trajectory() as acting:
                 while True:
                     told = await one.told.get()
-                    if isinstance(told, Begin) and self._host.drives_itself:
+                    if isinstance(told, BeginTrajectory) and self._host.drives_itself:
                         told = self._through_proxy(client, one, told)
                     await acting.tell(told)
                     said = await acting.hear()
                     if not isinstance(said, Turned | Unable):
                         said = Unable(reason="it sent nonsense")
-                    await self._send(client, Heard(number=one.number, said=said))
+                    await self._send(client, ProcessMessage(number=one.number, said=said))
         except EnvironmentFailedError as error:
             await self._send(client, Failed(number=one.number, reason=shortened(str(error))))
         except Exception as error:  # noqa: BLE001 the other side waits for an answer
@@ -231,9 +233,13 @@ class EnvironmentServer:
             why = f"the environment server failed: {type(error).__name__}: {error}"
             await self._send(client, Failed(number=one.number, reason=shortened(why)))
 
-    def _through_proxy(self, client: _Client, one: _Trajectory, begin: Begin) -> Begin:
+    def _through_proxy(
+        self, client: _Client, one: _Trajectory, begin: BeginTrajectory
+    ) -> BeginTrajectory:
         async def ask(call: int, path: str, body: bytes) -> None:
-            await self._send(client, Asked(number=one.number, call=call, path=path, body=body))
+            await self._send(
+                client, AgentRequest(number=one.number, call=call, path=path, body=body)
+            )
 
         async def leave(call: int) -> None:
             await self._send(client, Left(number=one.number, call=call))

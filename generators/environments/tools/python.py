@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from slipstream.broker.sandbox import sandbox as sandboxes
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
-from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Console, Said
+from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Console, ConsoleResult
 from slipstream.broker.sandbox.keeper import BorrowedConsole, console
 from slipstream.generators.environments.sdk import Environment, Unavailable
 
@@ -121,7 +121,7 @@ class Interpreter:
             ended.__exit__(None, None, None)
 
 
-def shown(said: Said) -> str:
+def shown(said: ConsoleResult) -> str:
     """Return the text of a call for the policy."""
     parts = [said.text.rstrip("\n")] if said.text.strip() else []
     if said.ended:

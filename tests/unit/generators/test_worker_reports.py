@@ -8,11 +8,11 @@ from pathlib import Path
 from typing_extensions import override
 
 from slipstream.broker.history.rates import Rates
-from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
 from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Submission
+from slipstream.generators.turns.calls import RecordedReply
 from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, ReleaseLease, RoleReport
 from slipstream.wire.process.phases import ACT, WAIT
 from tests.support.waiting import until_async
@@ -141,7 +141,7 @@ class TwoCalls(TurnSampler):
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         async with lanes.call():
             self.calling.set()
@@ -164,7 +164,7 @@ class Ends(TurnSampler):
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         async with lanes.call():
             if self.errors:

@@ -16,7 +16,7 @@ from slipstream.broker.sandbox.frames import Link, frame_of
 from slipstream.generators.environments.loading import LoadedEnvironment
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
-    Begin,
+    BeginTrajectory,
     Connected,
     Fork,
     FromEnvironment,
@@ -62,9 +62,9 @@ class _Acting:
         made: Environment | None = None
         try:
             begin = await self._link.received()
-            if isinstance(begin, Begin) and self._loaded.rollout is not None:
+            if isinstance(begin, BeginTrajectory) and self._loaded.rollout is not None:
                 await self._send(await _driven(self._loaded.rollout, begin))
-            elif isinstance(begin, Begin) and self._loaded.make is not None:
+            elif isinstance(begin, BeginTrajectory) and self._loaded.make is not None:
                 made = self._loaded.make()
                 await self._turns(made, begin)
         except Unavailable as error:
@@ -77,7 +77,7 @@ class _Acting:
             with suppress(Exception):
                 await made.close()
 
-    async def _turns(self, environment: Environment, begin: Begin) -> None:
+    async def _turns(self, environment: Environment, begin: BeginTrajectory) -> None:
         first = messages_of(await environment.reset(begin.prompt))
         tools = tuple(schema_of(tool) for tool in environment.tools)
         await self._send(Turned(messages=first, tools=tools))
@@ -106,7 +106,7 @@ class _Acting:
         await asyncio.get_running_loop().sock_sendall(self._link.connection, frame)
 
 
-async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
+async def _driven(rollout: Any, begin: BeginTrajectory) -> Turned:  # noqa: ANN401 foreign
     import openai  # for such functions alone
 
     client = openai.AsyncOpenAI(

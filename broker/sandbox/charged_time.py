@@ -1,7 +1,7 @@
 """Elapsed time of a run, without time spent waiting for a core. Pure."""
 
 
-class OwnTime:
+class ChargedTime:
     """Seconds in which a run had a core, or wanted none.
 
     Sampled now and then: while the run wants a core, only its CPU time counts; while it
