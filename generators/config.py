@@ -199,8 +199,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.environment.max_outside if self.environment.is_named else 0
 
     @property
-    def nobody_scores(self) -> bool:
-        """True if no reward function scores a trajectory that an environment gave no reward."""
+    def has_no_scorer(self) -> bool:
+        """True if no reward function scores trajectories without a reward of their environment."""
         return self.environment.is_named and not self.reward.workers and not self.reward.inline
 
     @property

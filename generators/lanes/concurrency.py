@@ -15,7 +15,7 @@ from typing import Literal
 
 GROW_BELOW = 0.6  # share of the cache; below it more sequences fit
 TRIM_FROM = 0.8  # share of the cache; from here on sequences that grow may fill it
-_CUT_TO = 0.75  # of the number in flight, on a retraction
+_CUT_TO = 0.75  # share of the number in flight that remains after a retraction
 
 Verdict = Literal["hold", "grow", "trim", "cut"]
 
@@ -39,8 +39,8 @@ class EngineObservation:
 
     in_flight: int  # sequences that the engine has and has not answered
     num_finished: int  # since the start
-    kv_use: float  # by running sequences
-    num_running: int  # of those in flight; others are being sent, or queued by the engine
+    kv_use: float  # share that running sequences hold
+    num_running: int  # sequences being generated; others are being sent or wait in the engine
     num_waiting: int
     num_retractions: int  # sequences given up for lack of memory since the start
 
@@ -53,7 +53,7 @@ class Concurrency:
     verdict: Verdict = "hold"
     is_starting: bool = True  # nothing was trimmed or cut yet: the limit may double
     num_finished: int = 0  # when the limit was changed last
-    num_retractions: int = 0  # that were taken into account
+    num_retractions: int = 0  # retractions taken into account
 
 
 def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
@@ -82,7 +82,7 @@ def decide(state: Concurrency, seen: EngineObservation, within: Range) -> Concur
         return _lowered(state, seen, within, "trim", seen.in_flight - within.step)
     if _may_grow(state, seen, within):
         limit = state.limit + within.step
-        if state.is_starting:  # as many again, if they fit at current lengths
+        if state.is_starting:  # doubles, if as many fit at current lengths
             doubled = 2 * state.limit
             if _use_of(doubled, seen) > GROW_BELOW:
                 doubled = int(GROW_BELOW / seen.kv_use * seen.num_running)

@@ -127,7 +127,16 @@ async def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
         assert phases() == {"generate", "adopt", WAIT}
 
 
-class TwoCalls(TurnSampler):
+class Uncounted(TurnSampler):
+    """A sampler that counts nothing."""
+
+    @property
+    @override
+    def counters(self) -> dict[str, float]:
+        return {}
+
+
+class TwoCalls(Uncounted):
     """Calls the engine twice; in between it waits for ``answers``."""
 
     def __init__(self) -> None:
@@ -151,7 +160,7 @@ class TwoCalls(TurnSampler):
             raise EnvironmentFailedError("the world ended")
 
 
-class Ends(TurnSampler):
+class Ends(Uncounted):
     """Each sibling of a group ends in an error of its own; the next group's do."""
 
     def __init__(self, *errors: EnvironmentFailedError) -> None:

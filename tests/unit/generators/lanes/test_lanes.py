@@ -227,10 +227,10 @@ async def one_call(lanes: CallLanes) -> None:
 async def test_seconds_of_a_trajectory_are_in_the_engine_or_out_of_it_and_changes_are_told():
     now, told = [0.0], []
     lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9, now=lambda: now[0])
-    lanes.on_change = lambda: told.append((lanes.calling, lanes.acting))
     booking = lanes.book(1)
     await booking.enter()
-    async with booking.by_call() as one:
+    changed = lambda: told.append((lanes.calling, lanes.acting))  # noqa: E731
+    async with booking.by_call(changed) as one:
         now[0] = 1.0  # its environment begins
         assert told == [(0, 1)]
         async with one.call():
