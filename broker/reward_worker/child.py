@@ -122,8 +122,8 @@ class Runner:
     async def _together(self, first: ScoreCall) -> ScoreCall | None:
         """Run calls at the same time; return when none is running.
 
-        A call of a function that is not async ends this, and is handed back: the function may want
-        an event loop of its own.
+        A call of a function that is not async ends this and is returned: the function may want an
+        event loop of its own.
         """
         import asyncio
 

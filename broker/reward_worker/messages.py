@@ -26,7 +26,7 @@ class Load(_Message, frozen=True):
 
     rewards: Several[NamedReward]
     offered: ByName[Json]  # arguments for functions that name them
-    timeout_s: Figure  # for one call
+    timeout_s: Figure  # limit of one call
 
 
 class ScoreCall(_Message, frozen=True):
@@ -38,14 +38,14 @@ class ScoreCall(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """The functions are there, in the order of Load."""
+    """The functions are loaded, in the order of Load."""
 
     functions: Several[FunctionInfo]
     are_async: Several[bool]
 
 
 class LoadFailed(_Message, frozen=True):
-    """One of them is not, and why."""
+    """A function cannot be loaded, for this reason."""
 
     message: Text
 
@@ -55,7 +55,7 @@ class CallOutcomes(_Message, frozen=True):
 
     call_id: Count
     outcomes: Several[Outcome]
-    failed: bool = False  # as a whole, and not by saying Unavailable
+    failed: bool = False  # the call raised, and not Unavailable
 
 
 ToChild: TypeAlias = Load | ScoreCall

@@ -1,6 +1,6 @@
 """Messages on a stream of bytes: each is its length in 4 bytes, big-endian, and msgpack.
 
-A process that runs foreign code and the one that started it speak so; ``Link`` is the former's end.
+Processes that run foreign code and the processes that start them exchange such messages.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
-    """Return a message as it travels."""
+    """Return the frame of a message."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
@@ -56,7 +56,7 @@ class Unframer:
 
 
 class Link(Generic[T]):
-    """One end of a connection that messages come over; anything may be sent."""
+    """One end of a connection: decodes the messages that arrive, and sends any message."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Link(Generic[T]):
         *,
         max_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        """Take a connection, and the decoder of what comes: frames of at most ``max_bytes``."""
+        """Take a connection, and a decoder for arriving frames of at most ``max_bytes``."""
         self.connection = connection
         self._decoder = decoder
         self._frames = Unframer(max_bytes=max_bytes)
@@ -76,7 +76,7 @@ class Link(Generic[T]):
         return self.connection.fileno()
 
     def close(self) -> None:
-        """Close the connection, and forget what came over it."""
+        """Close the connection, and forget what arrived over it."""
         self.connection.close()
         self._frames, self._bodies = Unframer(), []
 
@@ -91,7 +91,7 @@ class Link(Generic[T]):
         return bool(data)
 
     def next(self) -> T | None:
-        """Return the next message that was read; None if there is none yet."""
+        """Return the next message that was read; None if no further one was."""
         return self._decoder.decode(self._bodies.pop(0)) if self._bodies else None
 
     def receive(self) -> T | None:

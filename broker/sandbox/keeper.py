@@ -1,7 +1,7 @@
 """Runs code of a model for a process that is confined itself, and so cannot start a sandbox.
 
-Such a process ``borrow``s: a descriptor that it sends over its link becomes the connection of a
-keeper, a process that is not confined. A keeper runs code under bubblewrap, and nothing else.
+A confined process calls ``borrow``, then sends descriptors over its link. Each becomes the
+connection of a keeper: a process that is not confined, and only runs code under bubblewrap.
 """
 
 import os
@@ -29,11 +29,11 @@ _MOST_OUTPUT_BYTES = 8 << 20
 _LONGEST_RUN_S = 86_400.0
 _LONGEST_START_S = 3_600.0
 _MOST_TIMES_OWN_S = 1_000.0
-_FILES_PER_FOLDER, _NUM_FOLDERS = 4, 2  # of the largest size, in the memory of a sandbox
+_FILES_PER_FOLDER, _NUM_FOLDERS = 4, 2  # files of the largest size in a sandbox's memory
 _ABORT = struct.pack("ii", 1, 0)  # linger of a socket
 
 Numbers: TypeAlias = ByName[Count | Figure]
-"""Those of ``Limits`` by field."""
+"""Values of ``Limits`` by field."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -54,23 +54,23 @@ class RunInConsole(_Message, frozen=True):
 
     source: Body
     own_s: Figure
-    limits: Numbers  # those of the first call hold
+    limits: Numbers  # those of the first call apply
 
 
 class ProgramRan(_Message, frozen=True):
-    """What came of a program."""
+    """Result of a program."""
 
     outcome: ProgramOutcome
 
 
 class ConsoleRan(_Message, frozen=True):
-    """What came of a call."""
+    """Result of a call."""
 
-    said: ConsoleResult
+    result: ConsoleResult
 
 
 class NothingRan(_Message, frozen=True):
-    """Nothing ran, and why."""
+    """Nothing ran, for this reason."""
 
     reason: Text
 
@@ -80,18 +80,18 @@ _Answer: TypeAlias = ProgramRan | ConsoleRan | NothingRan
 _AnswerT = TypeVar("_AnswerT", ProgramRan, ConsoleRan)
 requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
-_link: socket.socket | None = None  # of a process that is confined
+_link: socket.socket | None = None  # set in a process that is confined
 
 
 def borrow(link: socket.socket) -> None:
-    """Have all that this process runs in a sandbox run by keepers from now on."""
+    """From now on, have keepers run what this process runs in a sandbox."""
     global _link  # noqa: PLW0603 a process is confined for good
     _link = link
     sandbox.run_by(_run)
 
 
 def console(limits: Limits, *, mode: Mode) -> "Console | BorrowedConsole":
-    """Start an interpreter, where this process may."""
+    """Start an interpreter in this process, or in a keeper if this process is confined."""
     if _link is None or mode == "none":
         return Console(limits, mode=mode)
     return BorrowedConsole(_link, limits)
@@ -116,7 +116,7 @@ class BorrowedConsole:
     def run(self, source: str, *, own_s: float) -> ConsoleResult:
         """Run code as ``Console`` does."""
         request = RunInConsole(source=source, own_s=own_s, limits=self._limits)
-        return self._keeper.ask(request, ConsoleRan).said
+        return self._keeper.ask(request, ConsoleRan).result
 
     def __exit__(self, *_: object) -> None:
         self._keeper.__exit__()
@@ -141,10 +141,10 @@ class _Connection:
         """Return the answer to a request.
 
         Raises:
-            SandboxUnavailableError: there is none, or the sandbox does not start.
+            SandboxUnavailableError: the keeper has ended, or the sandbox does not start.
         """
         why = "its keeper has ended"
-        with suppress(ConnectionError):  # it may have said why, and hung up
+        with suppress(ConnectionError):  # it may have sent the reason and hung up
             self._ours.send(request)
         with suppress(ConnectionError):
             answer = self._ours.receive()
@@ -156,7 +156,7 @@ class _Connection:
 
 
 def let_go(descriptor: int, refusal: str) -> None:
-    """Close what a confined process sent, which may be anything, at once; first say why."""
+    """Send a refusal and close the descriptor of a confined process, which may be anything."""
     with suppress(OSError):
         connection = socket.socket(fileno=descriptor)
         with suppress(OSError):
@@ -169,11 +169,11 @@ def let_go(descriptor: int, refusal: str) -> None:
 
 
 def keepers_limits(memory_mb: int, max_processes: int) -> Limits:
-    """Return the most that a keeper grants: none of it is reached by honest use.
+    """Return the highest limits that a keeper grants: honest use reaches none of them.
 
     Args:
-        memory_mb: of the trajectory, which the files of a sandbox do not exceed either.
-        max_processes: of the trajectory.
+        memory_mb: Memory of the trajectory, also the limit of the files of a sandbox.
+        max_processes: Processes of the trajectory.
     """
     memory_bytes = memory_mb << 20
     return Limits(
@@ -192,8 +192,8 @@ def keep(descriptor: int, most: Limits) -> None:
     """Serve a confined process until it hangs up, or announces an absurd frame.
 
     Args:
-        descriptor: of the connection to it.
-        most: limits that none of its runs goes beyond.
+        descriptor: Connection to the process.
+        most: Highest limits of its runs.
     """
     with suppress(OSError, ProtocolError), ExitStack() as stack:
         connection = stack.enter_context(socket.socket(fileno=descriptor))
@@ -212,7 +212,7 @@ def keep(descriptor: int, most: Limits) -> None:
                         opened = Console(_bounded(request.limits, most))
                         stack.push(opened)
                     own_s = max(0.0, min(request.own_s, most.own_s))
-                    answer = ConsoleRan(said=opened.run(request.source, own_s=own_s))
+                    answer = ConsoleRan(result=opened.run(request.source, own_s=own_s))
             except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
                 answer = NothingRan(reason=shortened(str(error)))
             link.send(answer)
@@ -226,7 +226,7 @@ def _outcome_of(request: RunProgram, most: Limits) -> ProgramOutcome:
 
 
 def _bounded(numbers: Numbers, most: Limits) -> Limits:
-    """Return limits that a confined process asks for, none of them beyond the most."""
+    """Return the limits that a confined process asks for, cut to the highest."""
     highest = asdict(most)
     known = {name: max(0, min(numbers[name], highest[name])) for name in numbers.keys() & highest}
     return msgspec.convert(known, Limits)

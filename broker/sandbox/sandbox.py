@@ -38,14 +38,14 @@ Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "o
 End: TypeAlias = Status | Literal["starved"]
 
 _MIB = 1024 * 1024
-_STACK_BYTES = 8 * _MIB  # of one thread
+_STACK_BYTES = 8 * _MIB  # stack of one thread
 _POLL_S = 0.025
 _END_S = 60.0
 _READ_BYTES = 65536
-_DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
+_DISK_SHARE = 0.5  # share of own_s for which a run may also wait for a disk
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
-_FIRST_SPARE_UID = 1_879_048_192  # started by root, each run is another user
+_FIRST_SPARE_UID = 1_879_048_192  # each run started by root is another user
 _SPARE_UIDS = 1 << 22
 _Runner: TypeAlias = Callable[[str, bytes, Mapping[str, bytes], "Limits"], "ProgramOutcome"]
 _runner: _Runner | None = None
@@ -104,7 +104,7 @@ def check(mode: Mode) -> None:
 
 
 def run_by(runner: _Runner) -> None:
-    """Have another run what this process wants run under bubblewrap, from now on."""
+    """From now on, hand what this process runs under bubblewrap to ``runner``."""
     global _runner  # noqa: PLW0603 what the process may do does not change again
     _runner = runner
 
@@ -125,12 +125,12 @@ def run(
     of it is left afterwards.
 
     Args:
-        source: a module, run as ``__main__`` from a file in the work folder.
-        stdin: its input.
-        files: further files in its work folder, which is the current one, by relative path.
-        limits: of its usage; the clocks start when it does.
-        mode: ``none`` gives limits but no protection.
-        init: process 1 of the sandbox.
+        source: Module that is run as ``__main__`` from a file in the work folder.
+        stdin: Input of the code.
+        files: Further files in its work folder, the current folder, by relative path.
+        limits: Limits of its usage; the clocks start with the code.
+        mode: ``none`` sets limits but does not protect.
+        init: Process 1 of the sandbox.
 
     Raises:
         SandboxUnavailableError: bubblewrap does not start here, or not in time.
@@ -218,7 +218,7 @@ class StartedRun:
         return self._outcome(status, now_s)
 
     def _until_the_end(self) -> End | None:
-        """Return why the run has to be ended; None when it ended by itself, or has said enough."""
+        """Return why the run must be ended; None if it ended, or no more output is awaited."""
         ended = os.pidfd_open(self._process.pid)
         with os.fdopen(ended, "rb", buffering=0), selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, "ended")
@@ -237,7 +237,7 @@ class StartedRun:
                     return self._too_much_output()
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
-            if self._has_said_enough():
+            if self._has_finished():
                 return None
             now_s = time.monotonic()
             if self._own is None and b"started" in self._report:
@@ -260,7 +260,7 @@ class StartedRun:
                 return status
 
     def _read(self, name: str) -> bool:
-        """Read available output; False at the end, or when there is none."""
+        """Read available output; return False at its end, or if there is no output yet."""
         stream = self._report_read if name == "report" else getattr(self._process, name)
         try:
             data = os.read(stream.fileno(), _READ_BYTES)
@@ -276,8 +276,8 @@ class StartedRun:
         if self._too_much_output() is None:
             self._output[name] += data
 
-    def _has_said_enough(self) -> bool:
-        """True once there is nothing more to wait for, before it ends."""
+    def _has_finished(self) -> bool:
+        """True once all awaited output was read, even if the run continues."""
         return False
 
     def _too_much_output(self) -> Status | None:
