@@ -116,7 +116,7 @@ def _tensors(settings: GeneratorSettings) -> TensorSet:
 
 
 def _noise(settings: GeneratorSettings) -> Noise:
-    """Return the noise of an engine of which no probe was seen yet."""
+    """Return the noise of an engine before its first probe."""
     limit = settings.weightbus.probe_limit
     return Noise(settings.dtype, has_experts=settings.has_experts, limit=limit)
 

@@ -137,8 +137,8 @@ class GeneratorWorker:
     def adopted(self, version: PolicyVersion, stood_s: float | None = None) -> None:
         """The engine runs ``version``, and stood still for ``stood_s``; None is since ``pausing``.
 
-        An engine finishes its current batch before it stands still, and generates again before its
-        answer arrives.
+        An engine finishes its current batch before it pauses, and generates again before its answer
+        arrives.
         """
         self._adopted = version
         self._paused = False

@@ -19,7 +19,7 @@ class ReplyObject:
 
     name: ClassVar[str]
     name_of_chunk: ClassVar[str]
-    prefix: ClassVar[str]  # of the id
+    prefix: ClassVar[str]  # beginning of the id
     last: ClassVar[Object]  # fields of the last choice, which has no text
 
     def __init__(

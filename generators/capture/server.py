@@ -70,7 +70,7 @@ class CaptureServer:
         self._port = port
         self._model = model
         self._token_text = token_text
-        self._agents: dict[str, _Access] = {}  # by key
+        self._agents: dict[str, _Access] = {}  # keys are secrets of agents
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
@@ -83,7 +83,7 @@ class CaptureServer:
             idle_s=idle_s,
             cancels=True,
         )
-        self.url = ""  # of the API, once it listens
+        self.url = ""  # URL of the API, once it listens
 
     async def start(self) -> None:
         """Listen.

@@ -1,7 +1,7 @@
 """The process that has an environment imported, and forks a process for each trajectory.
 
-A fork takes milliseconds where an import takes seconds, and each trajectory has a process that may
-hang, leak or crash for itself. Run with ``--link DESCRIPTOR``.
+A fork takes milliseconds, an import seconds, and a trajectory's process may hang, leak or crash
+without harm to others. Run with ``--link DESCRIPTOR``.
 """
 
 import os
@@ -38,7 +38,7 @@ from slipstream.wire.messages.bounds import shortened
 from slipstream.wire.process.processes import die_with_parent, raise_descriptor_limit
 
 _READ_BYTES = 1 << 16
-_MOST_DESCRIPTORS = 253  # of one message, by the kernel
+_MOST_DESCRIPTORS = 253  # the kernel's limit for one message
 _MOST_KEEPERS = 16
 _MOST_KEEPERS_IN_ALL = 4096
 
@@ -54,7 +54,7 @@ class Borrower:
 
     @property
     def refusal(self) -> str:
-        """Why it gets no further keeper; empty if it does."""
+        """Reason why it gets no further keeper; empty if it gets one."""
         if self.num_running >= _MOST_KEEPERS:
             return f"{_MOST_KEEPERS} sandboxes of a trajectory may run at a time"
         if self.num_lent >= _MOST_KEEPERS_IN_ALL:
@@ -67,23 +67,25 @@ class Loader:
 
     def __init__(self, connection: socket.socket) -> None:
         self.link = Link(connection, to_loader)
-        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # limits of what is forked
+        self._descriptors = resource.getrlimit(
+            resource.RLIMIT_NOFILE
+        )  # limits for forked processes
         raise_descriptor_limit(0)
         # The first is readable when a process has ended.
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._numbers: dict[int, int] = {}  # of trajectories, by process id
-        self._keepers: dict[int, Borrower] = {}  # whom they run code for, by process id
+        self._numbers: dict[int, int] = {}  # trajectories by process id
+        self._keepers: dict[int, Borrower] = {}  # borrowers by process id of the keeper
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.link, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self.confinement: Confinement | None = None  # of trajectories
+        self.confinement: Confinement | None = None  # None: trajectories are not kept apart
         self.keepers_limits = Limits()
 
     def receive(self) -> LoadEnvironment | Fork | None:
-        """Return the generator's next order; None when it is gone."""
+        """Return the generator's next order; None once it is gone."""
         while (order := self.link.next()) is None:
             ready = [key for key, _ in self._selector.select()]
             for key in ready:
@@ -97,12 +99,12 @@ class Loader:
         return order
 
     def fork(self, environment: LoadedEnvironment, order: Fork) -> None:
-        """Start the process of a trajectory, or tell why it does not start."""
+        """Start the process of a trajectory, or report why it does not start."""
         try:
             self._start(environment, order)
         except OSError as error:
-            why = f"its process does not start: {error.strerror or error}"
-            self.link.send(ProcessEnded(number=order.number, code=1, why=why))
+            reason = f"its process does not start: {error.strerror or error}"
+            self.link.send(ProcessEnded(number=order.number, code=1, reason=reason))
 
     def _start(self, environment: LoadedEnvironment, order: Fork) -> None:
         confinement = self.confinement
@@ -143,7 +145,7 @@ class Loader:
             let_go(descriptor, refusal)
 
     def _forked(self, begin: Callable[[], None], confinement: Confinement | None = None) -> int:
-        """Fork a process that has nothing of ours but the environment; return its id."""
+        """Fork a process that keeps nothing of ours but the environment; return its id."""
         ours = os.getpid()
         is_outside = confinement is not None and confinement.has_namespaces
         pid = os.fork() if confinement is None else confinement.fork()
@@ -160,7 +162,7 @@ class Loader:
             die_with_parent(0 if is_outside else ours)
             begin()
             code = 0
-        except Exception:  # noqa: BLE001 whatever it is ends this process alone
+        except Exception:  # noqa: BLE001 any error ends this process alone
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -168,12 +170,12 @@ class Loader:
             os._exit(code)
 
     def _collect(self) -> None:
-        # Those that came to us before what had forked them is waited for: no trajectory's first.
+        # Orphans that were adopted before their parent is reaped; none is a trajectory's first.
         children = _children()
         ended = set[int]()
         with suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = reaped
                 ended.add(pid)
                 if (borrower := self._keepers.pop(pid, None)) is not None:
                     borrower.num_running -= 1
@@ -197,13 +199,13 @@ def _act(
     become_a_reaper()
     connection = connected(order)
     if confinement is not None and link is not None:
-        confinement.enter(cover=Path(order.address).parent)  # others connect there
+        confinement.enter(cover=Path(order.address).parent)  # the socket of other trajectories
         borrow(link)
     act(environment, connection)
 
 
 def _children() -> set[int]:
-    """Return our children; none where /proc is that of another PID namespace."""
+    """Return our children; none if /proc shows another PID namespace."""
     ours = os.getpid()
     return set(children_of(ours)) if Path("/proc/self").readlink() == Path(str(ours)) else set()
 
@@ -218,7 +220,7 @@ def main() -> int:
     if not isinstance(order, LoadEnvironment):
         return 1
     loader.keepers_limits = keepers_limits(order.memory_mb, order.max_processes)
-    if order.apart:  # tried before foreign code may have hooks in forks
+    if order.apart:  # before foreign code may run at forks
         loader.confinement = Confinement.found()
         loader.confinement.settle()
     try:
@@ -236,7 +238,7 @@ def main() -> int:
             may_reward=environment.may_reward,
             gaps=() if confinement is None else confinement.gaps,
             is_sealed=confinement is not None and confinement.has_namespaces,
-            is_below=confinement is not None and confinement.goes_on_below,
+            is_below=confinement is not None and confinement.continues_in_child,
         )
     )
     while isinstance(fork := loader.receive(), Fork):

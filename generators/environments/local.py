@@ -15,7 +15,7 @@ async def local_environments(
     """Start an environment's processes on this host.
 
     Raises:
-        ConfigError: it cannot be imported, or a setting is wrong.
+        ConfigError: the environment cannot be imported, or a setting is wrong.
     """
     return await EnvironmentHost.start(
         settings.function,
@@ -24,7 +24,7 @@ async def local_environments(
         jailed=settings.sandbox != "none",
         hide=hide,
         environment=handed_on(
-            os.environ,  # noqa: TID251 parts of it are handed on to a child
+            os.environ,  # noqa: TID251 a child gets parts of it
             named=settings.environment,
             setting="environment.environment",
         ),

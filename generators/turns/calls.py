@@ -35,9 +35,9 @@ from slipstream.wire.messages.trajectory import Json
 Sample = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 Parse = Callable[[str, Sequence[Json]], Awaitable[ParsedReply]]
 Messages = Sequence[Mapping[str, Json]]
-_TOOL_CHARACTERS = 1 << 16  # of tools, which a template may leave out
+_TOOL_CHARACTERS = 1 << 16  # characters of tools, which a template may leave out
 _BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
-_VALUES_OF_A_TOKEN = 8  # of JSON, including commas and brackets in texts
+_VALUES_OF_A_TOKEN = 8  # values in JSON, including commas and brackets in texts
 _MOST_COMPARED = 8  # newest replies whose histories are rendered to compare
 _SHOWN = 60  # characters of a difference
 

@@ -1,4 +1,4 @@
-"""Pure: which differences between engine and learner are noise, and which are none."""
+"""Pure: which differences between engine and learner are noise."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ WORST_OF_MEAN = 16.0  # limits and floors of the worst token, times those of the
 class LogprobDifference(NamedTuple):
     """Distance between two sets of logprobs, in nats."""
 
-    mean: float  # of the absolute differences
+    mean: float  # mean of the absolute differences
     worst: float
 
     @override
@@ -27,13 +27,13 @@ class LogprobDifference(NamedTuple):
 def difference(
     theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
 ) -> LogprobDifference:
-    """Compare logprobs, [S, N] each. What is no number is infinitely far."""
+    """Compare logprobs, [S, N] each. A value that is no number is infinitely far."""
     every = [
-        abs(one - other)
-        for row, others in zip(theirs, ours, strict=True)
-        for one, other in zip(row, others, strict=True)
+        abs(their - our)
+        for their_row, our_row in zip(theirs, ours, strict=True)
+        for their, our in zip(their_row, our_row, strict=True)
     ]
-    if not all(math.isfinite(one) for one in every):
+    if not all(map(math.isfinite, every)):
         return LogprobDifference(math.inf, math.inf)
     return LogprobDifference(math.fsum(every) / len(every), max(every))
 
@@ -46,20 +46,20 @@ class Noise:
     """The noise of one engine, learned from its first probes.
 
     Two figures of a probe's N differences are judged: their mean, which a small shift of all moves,
-    and the worst. Of honest publishes both are lognormal, nearly. The logarithm of the mean
-    deviates by 0.07 in bfloat16, 0.16 with experts, and that of the worst by 0.19 and 0.56 (N = 96;
-    301 and 401 publishes). A low quartile of the first 16 is not moved by those that a fault made
+    and the worst. Both are nearly lognormal over honest publishes. The logarithm of the mean
+    deviates by 0.07 in bfloat16, 0.16 with experts, that of the worst by 0.19 and 0.56 (N = 96; 301
+    and 401 publishes). A low quartile of the first 16 is not moved by differences that a fault made
     larger; the lowest of any 16 was 0.87 of the median of all (0.80), and of the worst 0.81 (0.52).
     So the bounds are 11 deviations (9) above the median of the mean, and 10 (5) of the worst: 3e-7
     of honest publishes are beyond 5.
 
-    After one probe the bound is 16 times as wide, and it closes in with each. After 16 nothing is
-    learned any more, so that a fault which grows does not become the noise that it is compared
-    with. Limits of the type stand before the first probe and above any noise, floors below it.
+    After one probe the bound is 16 times as wide, and it narrows with each further probe. After 16
+    probes nothing more is learned, so that a growing fault does not become the noise that it is
+    compared with. The type has a limit, which also holds before the first probe, and a floor.
     """
 
     def __init__(self, dtype: str, *, has_experts: bool = False, limit: float = 0.0) -> None:
-        """Begin with what is never noise in a type; ``limit`` replaces the mean of that."""
+        """Begin with the limit of a type; ``limit`` replaces its mean."""
         self._limit = limit or LIMITS[dtype]
         floors = EXPERTS_FLOORS if has_experts else FLOORS
         self._floor = min(floors[dtype], self._limit)
@@ -81,7 +81,7 @@ class Noise:
         )
 
     def is_noise(self, found: LogprobDifference) -> bool:
-        """True if a difference is taken for noise, from which is learned then."""
+        """Return True if a difference is taken for noise; learn from it then."""
         bound = self.bound
         if found.mean > bound.mean or found.worst > bound.worst:
             return False
