@@ -9,7 +9,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,12 +19,6 @@ from torch.distributed import TCPStore
 
 from benchmarks.weightbus.model import QUICK, SMOLLM2, TINY, Sizes
 from benchmarks.weightbus.receiver import join_group
-from slipstream.weightbus.agent.engine import (
-    Adoption,
-    adopt_in_steps,
-    finish_in_steps,
-    pause_in_steps,
-)
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
@@ -35,11 +28,12 @@ from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.settings.sections import RunSection, relay_address
+from tests.support.engine_steps import EngineInSteps
 
 SIZES = {"smollm2": SMOLLM2, "quick": QUICK, "tiny": TINY}
 
 
-class HoldingEngine:
+class HoldingEngine(EngineInSteps):
     """Tensors that updates are copied into; generates nothing."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -95,18 +89,6 @@ class HoldingEngine:
 
     async def resume(self) -> None:
         pass
-
-    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
-        """Do it in steps."""
-        return await adopt_in_steps(self, folder, version, digest=digest)
-
-    async def pause_for_update(self) -> int:
-        """Do it in steps."""
-        return await pause_in_steps(self)
-
-    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
-        """Do it in steps."""
-        return await finish_in_steps(self, version, digest=digest)
 
 
 def _report(**what: object) -> None:

@@ -9,25 +9,20 @@ into the cache is retracted and resumes later.
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
-from slipstream.weightbus.agent.engine import (
-    Adoption,
-    adopt_in_steps,
-    finish_in_steps,
-    pause_in_steps,
-)
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.engine_steps import EngineInSteps
 
 _CHUNK = 8  # tokens between two readings of the clock
 
 
-class ScriptedEngine:
+class ScriptedEngine(EngineInSteps):
     """Answers of random length; about one in ten is ten times as long as the others."""
 
     def __init__(
@@ -196,15 +191,3 @@ class ScriptedEngine:
     async def resume(self) -> None:
         """Resume every answer."""
         self._runs.set()
-
-    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
-        """Do it in steps."""
-        return await adopt_in_steps(self, folder, version, digest=digest)
-
-    async def pause_for_update(self) -> int:
-        """Do it in steps."""
-        return await pause_in_steps(self)
-
-    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
-        """Do it in steps."""
-        return await finish_in_steps(self, version, digest=digest)

@@ -1,11 +1,9 @@
 """The weight bus's interface to an inference engine."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -22,10 +20,9 @@ class Adoption(NamedTuple):
 class EngineWeights(Protocol):
     """Control over the weights of a running engine. Every method raises EngineError on failure.
 
-    Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
-    in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
-    ``load_folder``. If either fails midway, the engine holds a mixture. ``adopt_folder``,
-    ``pause_for_update`` and ``finish_update`` take several steps, in one call where the engine can.
+    Between a pause and ``resume`` nothing is generated; requests in flight wait. Weights change in
+    one of two ways: by ``adopt_folder``; or by ``pause_for_update``, a ``load_bucket`` for each
+    bucket, and ``finish_update``. If either fails midway, the engine holds a mixture.
     """
 
     async def open_group(
@@ -38,10 +35,6 @@ class EngineWeights(Protocol):
         """Leave a group and close an update that a failure left open; never fails."""
         ...
 
-    async def pause(self) -> int:
-        """Stop generating; return how many generations are in flight."""
-        ...
-
     async def begin_update(self) -> None:
         """Open an update."""
         ...
@@ -52,10 +45,6 @@ class EngineWeights(Protocol):
 
     async def end_update(self) -> None:
         """Close an update."""
-        ...
-
-    async def load_folder(self, folder: Path) -> None:
-        """Load all tensors from the safetensors files in a folder; forget cached prefixes."""
         ...
 
     async def checksums(self) -> dict[str, str]:
@@ -89,49 +78,3 @@ class EngineWeights(Protocol):
         that fails, unless it had not begun to load or had the label already: then it generates.
         """
         ...
-
-
-async def pause_in_steps(engine: EngineWeights) -> int:
-    """Implement ``EngineWeights.pause_for_update`` by an engine's other methods."""
-    num_in_flight = await engine.pause()
-    await engine.begin_update()
-    return num_in_flight
-
-
-async def finish_in_steps(
-    engine: EngineWeights, version: PolicyVersion, *, digest: str
-) -> Mapping[str, str]:
-    """Implement ``EngineWeights.finish_update`` by an engine's other methods."""
-    await engine.end_update()
-    checksums = await engine.checksums() if digest else {}
-    if digest and digest_of(checksums) != digest:
-        return checksums
-    await engine.label(version)
-    await engine.resume()
-    return {}
-
-
-async def adopt_in_steps(
-    engine: EngineWeights, folder: Path, version: PolicyVersion, *, digest: str
-) -> Adoption:
-    """Implement ``EngineWeights.adopt_folder`` by an engine's other methods."""
-    seconds: dict[str, float] = {}
-    since_s = time.monotonic()
-
-    def lap(phase: str) -> None:
-        nonlocal since_s
-        now_s = time.monotonic()
-        seconds[phase], since_s = now_s - since_s, now_s
-
-    num_in_flight = await engine.pause()
-    lap("pause")
-    await engine.load_folder(folder)
-    lap("load")
-    checksums = await engine.checksums() if digest else {}
-    lap("verify")
-    if digest and digest_of(checksums) != digest:
-        return Adoption(num_in_flight, seconds, checksums)
-    await engine.label(version)
-    await engine.resume()
-    lap("commit")
-    return Adoption(num_in_flight, seconds)

@@ -7,7 +7,7 @@ ever be beside two digests.
 
 import asyncio
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,20 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.weightbus.agent.engine import (
-    Adoption,
-    adopt_in_steps,
-    finish_in_steps,
-    pause_in_steps,
-)
 from slipstream.weightbus.net import groups
 from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.engine_steps import EngineInSteps
 
 
-class BusEngine:
+class BusEngine(EngineInSteps):
     """Tensors by name, and a log of tokens."""
 
     def __init__(
@@ -174,18 +169,6 @@ class BusEngine:
     async def resume(self) -> None:
         self._fault("resume")
         self._runs = True
-
-    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
-        """Do it in steps."""
-        return await adopt_in_steps(self, folder, version, digest=digest)
-
-    async def pause_for_update(self) -> int:
-        """Do it in steps."""
-        return await pause_in_steps(self)
-
-    async def finish_update(self, version: PolicyVersion, *, digest: str) -> Mapping[str, str]:
-        """Do it in steps."""
-        return await finish_in_steps(self, version, digest=digest)
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
