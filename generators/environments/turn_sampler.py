@@ -62,7 +62,7 @@ def replies_of(
     )
 
 
-async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
+async def environments_of(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
     """Start processes of environments next to this generator, or connect to servers."""
     if settings.servers:
         return await EnvironmentServers.start(
@@ -146,7 +146,7 @@ class TurnSampler:
                 reason,
             )
         await replies_of(sampler.engine, settings, sampler.codec).check()
-        host = await _environments(settings, hide)
+        host = await environments_of(settings, hide)
         server = CaptureServer(
             host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
         )
