@@ -1,4 +1,4 @@
-"""Rollouts: an agent beside an inference engine. No loss, no Megatron.
+"""Rollouts: an agent with an inference engine. No loss, no Megatron.
 
 Imported by deploy.
 """

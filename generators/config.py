@@ -57,12 +57,12 @@ _REFUSED = {
     "shared experts by themselves alone",
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
-_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
-_DENSE_LAYERS = "first_k_dense_replace"  # of config.json: layers before those with experts
-_FEWEST_KEPT = 2  # by sampling.top_k
-_MAX_GENERATORS = 10_000  # that a relay serves
+_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # on here, and may be off
+_DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
+_FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
+_MAX_GENERATORS = 10_000  # served by one relay
 _OF_MLP = ("gate_proj", "up_proj", "down_proj")
-_MAX_STOPS = 32  # that SGLang takes
+_MAX_STOPS = 32  # SGLang's limit
 
 
 class GeneratorsSection(Section, frozen=True, kw_only=True):
@@ -118,12 +118,12 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
 
     @property
     def ranks_per_node(self) -> int:
-        """Of these processes, those on each host."""
+        """Number of these processes on each host."""
         return self.num_ranks // self.nodes
 
     @property
     def attention_groups(self) -> int:
-        """Groups of these processes, each of which holds the whole attention."""
+        """Number of groups of these processes that each hold the whole attention."""
         return int(self.sglang.get("attn_dp_size", 1))
 
 
@@ -137,7 +137,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     generators: GeneratorsSection
     weightbus: WeightBusSection
     reward: RewardSection
-    hidden: tuple[Path, ...]  # which a reward function must not see
+    hidden: tuple[Path, ...]  # paths that a reward function must not see
     lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
 
@@ -161,7 +161,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_probe_sequences(self) -> int:
-        """Sequences that the engine computes beside its answers."""
+        """Sequences that the engine computes in addition to its answers."""
         return self.weightbus.probe_sequences if self.weightbus.probe_every else 0
 
     @property
@@ -171,13 +171,13 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uses_deltas(self) -> bool:
-        """True if what changed since the last version is fetched, instead of all of the next."""
+        """True if changes since the last version are fetched instead of whole versions."""
         encoding = self.weightbus.encoding
         return encoding == "delta" or (encoding == AUTO and bool(self.run.broker))
 
     @property
     def num_kept_adapters(self) -> int:
-        """Newest versions of adapters that an engine keeps, whether answers use them or not."""
+        """Number of newest adapter versions that an engine keeps, even without uses."""
         return self.run.staleness_bound + 1
 
     @property
@@ -195,12 +195,12 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_outside(self) -> int:
-        """Trajectories beyond the engine's lanes, at most, while as many are not in the engine."""
+        """Most trajectories beyond the engine's lanes while as many are outside of the engine."""
         return self.environment.max_outside if self.environment.is_named else 0
 
     @property
-    def nobody_scores(self) -> bool:
-        """True if no reward function scores a trajectory that an environment gave no reward."""
+    def has_no_scorer(self) -> bool:
+        """True if no reward function scores trajectories without a reward of their environment."""
         return self.environment.is_named and not self.reward.workers and not self.reward.inline
 
     @property
@@ -281,7 +281,7 @@ def _check_servers(environment: EnvironmentSection) -> None:
 
 
 def _check_environment(settings: GeneratorSettings) -> None:
-    """Refuse settings that trajectories of several turns cannot have."""
+    """Refuse settings that do not fit trajectories of several turns."""
     if not settings.environment.is_named:
         return
     _check_servers(settings.environment)
@@ -309,7 +309,7 @@ def _check_replay(run: RunSection, config: Mapping[str, object]) -> None:
 
 
 def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -> None:
-    """Refuse settings that no engine can have with versions that are adapters."""
+    """Refuse settings that do not fit versions that are adapters."""
     if not settings.lora.is_named:
         return
     groups = settings.generators.sglang.get("attn_dp_size", 1)
@@ -324,7 +324,7 @@ def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -
             'to which adapters cannot be added: set lora.publish = "merged"'
         )
     inner, multiple = config.get("intermediate_size"), 32 * settings.generators.num_ranks
-    over_mlp = [one for one in settings.lora.targets if one in _OF_MLP]
+    over_mlp = [target for target in settings.lora.targets if target in _OF_MLP]
     if settings.device == "cpu" and over_mlp and isinstance(inner, int) and inner % multiple:
         raise ConfigError(
             f"lora.targets names {', '.join(over_mlp)}, and intermediate_size = {inner} of "
@@ -335,7 +335,7 @@ def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -
 
 
 def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:
-    """Refuse settings of SGLang that are ours to set, or that no run survives."""
+    """Refuse settings of SGLang that Slipstream sets, or that break a run."""
     for name, value in flags.items():
         if "-" in name:
             raise ConfigError(
@@ -365,7 +365,7 @@ def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:
 
 
 def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
-    """Refuse an engine whose ranks would not have equal shares of the model."""
+    """Refuse an engine whose ranks would have unequal shares of the model."""
     num_ranks, groups = (_number(flags, name) for name in ("tp_size", "attn_dp_size"))
     if num_ranks % groups:
         raise ConfigError(
@@ -388,7 +388,7 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
 
 
 def _check_nodes(settings: GeneratorSettings) -> None:
-    """Refuse what an engine on several hosts cannot do."""
+    """Refuse settings that do not fit an engine on several hosts."""
     generators, nodes = settings.generators, settings.generators.nodes
     if nodes == 1:
         return
@@ -427,10 +427,11 @@ def _number(flags: Mapping[str, object], name: str) -> int:
 def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.has_dp_attention:
-        known = ", ".join(one.model_type for one in FAMILIES.values() if one.has_dp_attention)
+        splitting = (known for known in FAMILIES.values() if known.has_dp_attention)
+        types = ", ".join(known.model_type for known in splitting)
         raise ConfigError(
             f"generators.sglang.attn_dp_size must be 1 for {config.get('model_type')}: SGLang "
-            f"splits its attention over all ranks whatever this is; it does not for {known}"
+            f"splits its attention over all ranks whatever this is; it does not for {types}"
         )
     if flags.get("enable_dp_lm_head"):
         raise ConfigError(
@@ -440,20 +441,20 @@ def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    """Return the keys of config.json, with the family's defaults of those that are absent."""
+    """Return the keys of config.json, and the family's defaults for absent keys."""
     try:
-        found = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return {}
-    family = FAMILIES.get(str(found.get("model_type")))
-    given = {name: value for name, value in found.items() if value is not None}
-    return given if family is None else {**family.defaults, **given}
+    family = FAMILIES.get(str(config.get("model_type")))
+    present = {name: value for name, value in config.items() if value is not None}
+    return present if family is None else {**family.defaults, **present}
 
 
 def _check_sampling(sampling: SamplingSection) -> None:
-    """Refuse settings that no engine can sample by, or no learner train by."""
+    """Refuse settings that an engine cannot sample by, or a learner not train by."""
     if sampling.top_k != -1 and sampling.top_k < _FEWEST_KEPT:
         raise ConfigError(
             f"sampling.top_k must be -1 (all) or at least {_FEWEST_KEPT} for training, got "
@@ -481,7 +482,7 @@ def _check_sampling(sampling: SamplingSection) -> None:
 
 
 def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
-    """Refuse trajectories that neither the model nor the cache can hold."""
+    """Refuse trajectories that are too long for the model or the cache."""
     sampling = settings.sampling
     responses = {
         "sampling.max_response_tokens": sampling.max_response_tokens,

@@ -13,10 +13,10 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 class ExpertLayers(NamedTuple):
-    """The layers of a model of which some have experts."""
+    """Numbers of layers of a model with experts in some layers."""
 
     total: int
-    dense: int  # the first ones, which have none
+    dense: int  # first layers, without experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 is all
     min_p: float = 0.0
-    max_kept: int = 0  # above 0: record the tokens kept at each step, so many at most
-    experts_of: ExpertLayers | None = None  # record the experts of each token, in these
+    max_kept: int = 0  # above 0: record at most this number of kept tokens at each step
+    experts_of: ExpertLayers | None = None  # record the experts of each token in these layers
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    stop_token_ids: tuple[int, ...] = ()  # further tokens besides the model's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,20 @@ class Completion:
     version_starts: list[tuple[int, PolicyVersion]]  # (index of first token, version), in order
     finish_reason: FinishReason
     kept: list[list[int]] | None = None
-    """N sets of token ids, those that each token was sampled from. ``logprobs`` are then of the
-    distribution over these alone. None where they were not asked for: ``logprobs`` are over the
-    whole vocabulary then, whatever of it was sampled from."""
+    """N sets of token ids that each token was sampled from; ``logprobs`` are then of the
+    distribution over these alone. None if they were not requested: ``logprobs`` are then over the
+    whole vocabulary, whatever part of it was sampled from."""
     experts: NDArray[np.int32] | None = None
-    """[P + N - 1, layers with experts, experts of a token], of each token of prompt and response
-    but the last, for which nothing was computed. None where they were not asked for."""
+    """[P + N - 1, layers with experts, experts of a token], for each token of prompt and response
+    but the last, for which nothing was computed. None if they were not requested."""
 
 
 class Scores(NamedTuple):
     """Log-probabilities that an engine computes of given tokens."""
 
     version: PolicyVersion | None  # None: the sequences were computed under several
-    logprobs: list[list[float]]  # of each sequence's tokens after its context, at temperature 1
-    num_cached: int  # tokens of one sequence that the prefix cache had, at most
+    logprobs: list[list[float]]  # each sequence's tokens after its context, at temperature 1
+    num_cached: int  # most tokens of one sequence in the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class EngineLoad:
 
     num_running: int  # sequences that are being generated
     num_waiting: int  # queued sequences, which hold no keys and values
-    used_tokens: int  # of the cache, by running sequences; cached prefixes do not count
-    capacity_tokens: int  # of the cache
+    used_tokens: int  # tokens of running sequences in the cache, without cached prefixes
+    capacity_tokens: int  # capacity of the cache
     num_retractions: int  # sequences whose keys and values were given up for lack of memory
 
     @property

@@ -1,4 +1,4 @@
-"""`start-generator`: an agent and the SGLang server beside it."""
+"""`start-generator`: an agent and its SGLang server."""
 
 import argparse
 import asyncio
@@ -100,20 +100,17 @@ def _main() -> int:
     role = name if place is None or place.node == 0 else f"{name}-node-{place.node}"
     start_logging(role, logs)
 
-    def body() -> int:
-        health = Health(role, stuck_s=settings.run.stuck_s)
-        with serving(health, arguments.health):
-            if place is not None and place.node > 0:
-                from slipstream.generators.nodes.service import follow
+    health = Health(role, stuck_s=settings.run.stuck_s)
+    with serving(health, arguments.health):
+        if place is not None and place.node > 0:
+            from slipstream.generators.nodes.service import follow
 
-                asyncio.run(follow(settings, name, place, health))
-            else:
-                from slipstream.generators.service import serve
+            asyncio.run(follow(settings, name, place, health))
+        else:
+            from slipstream.generators.service import serve
 
-                asyncio.run(serve(settings, name, health, place))
-        return 0
-
-    return body()
+            asyncio.run(serve(settings, name, health, place))
+    return 0
 
 
 def _offline(arguments: argparse.Namespace) -> int:

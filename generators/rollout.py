@@ -110,7 +110,7 @@ def packed(
     kept: list[list[int]] | None,
     experts: NDArray[np.int32] | None,
 ) -> TrajectoryPayload:
-    """Return the arrays of a trajectory of T tokens, of which ``mask`` is 1 at the chosen ones."""
+    """Return the arrays of a trajectory of T tokens; ``mask`` is 1 at the chosen ones."""
     shape = (len(token_ids),)
     return TrajectoryPayload(
         token_ids=PackedArray("int32", shape, _packed("i", token_ids)),
@@ -125,7 +125,7 @@ def _decisions(kept: list[list[int]] | None, experts: NDArray[np.int32] | None) 
         return None
     return Decisions(
         kept_counts=None if kept is None else _numbers([len(ids) for ids in kept]),
-        kept_ids=None if kept is None else _numbers([one for ids in kept for one in ids]),
+        kept_ids=None if kept is None else _numbers([token_id for ids in kept for token_id in ids]),
         experts=None if experts is None else _packed_experts(experts),
     )
 

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.pool import RewardPool
@@ -14,13 +15,14 @@ from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes.lanes import lanes_of
 from slipstream.generators.nodes.leader import EngineLeader, leading_engine
+from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch_all
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.versions.probe_audit import ProbeAudit
 from slipstream.generators.versions.probe_noise import Noise
-from slipstream.generators.versions.received import room_for
+from slipstream.generators.versions.staging_room import room_for
 from slipstream.generators.versions.weights import take_weights
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.weightbus.agent.staging import Staging
@@ -31,6 +33,7 @@ from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError, QuarantineError, SlipstreamError
 from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.messages.broker import Welcome
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.adapters import adapter_shapes
@@ -40,6 +43,7 @@ from slipstream.wire.process.run_until import Job, running, unless
 from slipstream.wire.process.stopping import stop_event
 
 _log = logging.getLogger(__name__)
+Watch = Coroutine[Any, Any, None]
 
 
 async def serve(
@@ -48,7 +52,7 @@ async def serve(
     health: Health | None = None,
     place: HostPlace | None = None,
 ) -> None:
-    """Run a generator, which ends if its engine does; probes are told its ``health``.
+    """Run a generator, which ends if its engine does; probes see its ``health``.
 
     ``place`` is node 0 of an engine on several hosts.
     """
@@ -56,10 +60,7 @@ async def serve(
     health = health or Health()
     health.drains_when(stop.is_set)
     codec = TextCodec(settings.model, settings.sampling)
-    tensors = model_tensors(settings.model, dtype=settings.dtype)
-    if settings.lora.is_named:
-        shapes = adapter_shapes(tensors.shapes, settings.lora.facts())
-        tensors = TensorSet(shapes, settings.dtype)
+    tensors = _tensors(settings)
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
@@ -68,54 +69,22 @@ async def serve(
             leading_engine(settings, name, place, stop, health)
         )
         health.waits_for("its engine to start")
-        starting = running_engine(settings, name, stopping, leader)
-        started = await cleanup.enter_async_context(starting)
+        started = await cleanup.enter_async_context(
+            running_engine(settings, name, stopping, leader)
+        )
         if started is None:
             return
         process, engine = started
-        rewards = None
-        if settings.reward.inline:
-            rewards = await RewardPool.start(settings.reward, hide=settings.hidden)
-            cleanup.push_async_callback(rewards.close)
-            if rewards.needs_groups:
-                raise ConfigError(
-                    "reward.inline scores answers one by one, but a reward function takes whole "
-                    "groups: leave it to reward workers (reward.inline = false)"
-                )
+        rewards = await _inline_rewards(settings, cleanup)
         sampler = make_sampler(settings, engine, codec)
-        turn_sampler: TurnSampler | None = None
-        if settings.environment.is_named:
-            acting = TurnSampler.running(
-                settings.environment,
-                settings.sampling,
-                sampler,
-                hide=settings.hidden,
-                must_reward=settings.nobody_scores,
-            )
-            turn_sampler = await cleanup.enter_async_context(acting)
+        turn_sampler = await _turn_sampler(settings, sampler, cleanup)
         health.waits_for(f"the broker at {settings.run.broker_endpoint}")
-        connecting = BrokerClient.connect(
-            settings.run.broker_endpoint,
-            role="generator",
-            name=name,
-            packages={"sglang": version("sglang"), "torch": version("torch")},
-            tokenizer=tokenizer_hash(settings.model),
-            outage_s=settings.run.outage_s,
-            key_file=settings.run.key_file,
-        )
-        watching: asyncio.Task[object] = asyncio.create_task(watch_all(process, leader))
-        try:
-            connected = await unless(connecting, stopping, watching)
-        finally:
-            watching.cancel()
+        connected = await _connected(settings, name, stopping, watch_all(process, leader))
         if connected is None:
             return
         client, welcome = connected
         cleanup.callback(client.close)
-        noise = Noise(
-            settings.dtype, has_experts=settings.has_experts, limit=settings.weightbus.probe_limit
-        )
-        audit = ProbeAudit(engine, noise)
+        audit = ProbeAudit(engine, _noise(settings))
         worker = GeneratorWorker(
             client=client,
             sampler=sampler,
@@ -129,18 +98,81 @@ async def serve(
             audit=audit,
         )
         subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
-        worker.more_counters = lambda: {
-            **subscriber.traffic.as_counters(),
-            **(turn_sampler.counters if turn_sampler is not None else {}),
-        }
+        counters = subscriber.traffic.as_counters
         jobs = (
-            worker.run(heartbeat_s=welcome.heartbeat_s),
+            worker.run(heartbeat_s=welcome.heartbeat_s, more_counters=counters),
             take_weights(subscriber, settings.run, client),
             watch_all(process, leader),
             audit.run(),
         )
         with health.main_loop(worker.signs, worker.missing):
             await _work(worker, jobs, stopping)
+
+
+def _tensors(settings: GeneratorSettings) -> TensorSet:
+    """Return the tensors that a version of the engine's weights has."""
+    tensors = model_tensors(settings.model, dtype=settings.dtype)
+    if not settings.lora.is_named:
+        return tensors
+    return TensorSet(adapter_shapes(tensors.shapes, settings.lora.facts()), settings.dtype)
+
+
+def _noise(settings: GeneratorSettings) -> Noise:
+    """Return the noise of an engine before its first probe."""
+    limit = settings.weightbus.probe_limit
+    return Noise(settings.dtype, has_experts=settings.has_experts, limit=limit)
+
+
+async def _inline_rewards(
+    settings: GeneratorSettings, cleanup: AsyncExitStack
+) -> RewardPool | None:
+    """Start reward functions in this generator, if the settings ask for it."""
+    if not settings.reward.inline:
+        return None
+    rewards = await RewardPool.start(settings.reward, hide=settings.hidden)
+    cleanup.push_async_callback(rewards.close)
+    if rewards.needs_groups:
+        raise ConfigError(
+            "reward.inline scores answers one by one, but a reward function takes whole groups: "
+            "leave it to reward workers (reward.inline = false)"
+        )
+    return rewards
+
+
+async def _turn_sampler(
+    settings: GeneratorSettings, sampler: Sampler, cleanup: AsyncExitStack
+) -> TurnSampler | None:
+    """Start the environment of trajectories of several turns, if the settings name one."""
+    if not settings.environment.is_named:
+        return None
+    turns = TurnSampler.running(
+        settings.environment,
+        settings.sampling,
+        sampler,
+        hide=settings.hidden,
+        must_reward=settings.has_no_scorer,
+    )
+    return await cleanup.enter_async_context(turns)
+
+
+async def _connected(
+    settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]", watch: Watch
+) -> tuple[BrokerClient, Welcome] | None:
+    """Connect to the broker; return None if the generator is asked to stop or its engine ends."""
+    connecting = BrokerClient.connect(
+        settings.run.broker_endpoint,
+        role="generator",
+        name=name,
+        packages={"sglang": version("sglang"), "torch": version("torch")},
+        tokenizer=tokenizer_hash(settings.model),
+        outage_s=settings.run.outage_s,
+        key_file=settings.run.key_file,
+    )
+    watching: asyncio.Task[object] = asyncio.create_task(watch)
+    try:
+        return await unless(connecting, stopping, watching)
+    finally:
+        watching.cancel()
 
 
 async def _work(
@@ -156,20 +188,20 @@ async def _work(
             await asyncio.gather(job, return_exceptions=True)
             await worker.hand_back()
         for task in done:
-            if isinstance(why := task.exception(), QuarantineError):
-                await _leave_quarantined(worker, job, why)
+            if isinstance(error := task.exception(), QuarantineError):
+                await _leave_quarantined(worker, job, error)
             task.result()
 
 
 async def _leave_quarantined(
-    worker: GeneratorWorker, job: "asyncio.Task[object]", why: QuarantineError
+    worker: GeneratorWorker, job: "asyncio.Task[object]", reason: QuarantineError
 ) -> None:
-    """Give the work of an engine that is not trusted to others, and say why."""
-    _log.error("%s; its work goes back, and its answers since then are not sent", why)
+    """Return the work of an engine that is not trusted, and report the reason."""
+    _log.error("%s; its work goes back, and its answers since then are not sent", reason)
     job.cancel()
     await asyncio.gather(job, return_exceptions=True)
     try:
-        await worker.report_quarantine(str(why))
+        await worker.report_quarantine(str(reason))
         await worker.hand_back()
     except SlipstreamError as error:  # the leases lapse
         _log.warning("the broker was not told: %s", error)
@@ -188,9 +220,9 @@ def _subscriber(
     """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
     bus, wanted = settings.weightbus, settings.transport
     is_far = bool(settings.run.broker)
-    why = TRANSPORTS[wanted].why_not_from_afar(bus.host) if is_far else ""
-    if why:
-        _log.warning("weights come over %s instead of %s: %s", FALLBACK, wanted, why)
+    obstacle = TRANSPORTS[wanted].why_not_from_afar(bus.host) if is_far else ""
+    if obstacle:
+        _log.warning("weights come over %s instead of %s: %s", FALLBACK, wanted, obstacle)
     libraries = installed_libraries()
 
     def pausing() -> None:
@@ -211,7 +243,7 @@ def _subscriber(
             nccl_version=libraries.nccl_version,
             num_ranks=settings.generators.num_ranks,
             attention_groups=settings.generators.attention_groups,
-            transport=FALLBACK if why else wanted,
+            transport=FALLBACK if obstacle else wanted,
         ),
         tensors=tensors,
         staging=staging,

@@ -1,8 +1,8 @@
 """The agent's loop: lease -> rollouts of a group -> send siblings as they finish.
 
-Consumes: leases from the broker. Produces: trajectories. Waits for: permits (the staleness
-bound) and free lanes of the engine, of which there are as many as its KV cache allows. Never stops
-for weights; while the engine is paused for an adopt, answers in flight wait inside it.
+Consumes: leases from the broker. Produces: trajectories. Waits for: permits (the staleness bound)
+and free lanes, whose number follows the engine's KV cache. Never stops for weights: while the
+engine is paused for an adopt, answers in flight wait inside it.
 """
 
 import asyncio
@@ -56,9 +56,17 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
 _RETRY_S = 0.5
 _COUNTED = (
-    *("tokens", "trajectories", "retracted", "decision_bytes"),
-    *("refused", "failed", "rejected", "unavailable", "environment_failed"),
-    *("engine_s", "environment_s"),  # of trajectories of several turns
+    "tokens",
+    "trajectories",
+    "retracted",
+    "decision_bytes",
+    "refused",
+    "failed",
+    "rejected",
+    "unavailable",
+    "environment_failed",
+    "engine_s",  # trajectories of several turns alone have these two
+    "environment_s",
 )
 
 
@@ -81,11 +89,18 @@ class GeneratorWorker:
     ) -> None:
         """Start without weights.
 
-        An engine that failed has ``engine_patience_s`` to answer again.
-        ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
-        another generator could not score; None leaves both to reward workers. Answers are sent once
-        an ``audit`` has passed their versions; None passes all. A ``turn_sampler`` runs
-        trajectories of several turns; None answers prompts in one.
+        Args:
+            client: Client of the broker.
+            sampler: Samples answers.
+            lanes: Lanes of the engine.
+            siblings_together: True if the siblings of a group are one request.
+            skips_bad_prompts: True if a prompt without tokens is rejected instead of raising.
+            rewards: Scores answers before they are sent, and answers that another generator could
+                not score; None leaves both to reward workers.
+            max_credits: Most answers of other generators to score at a time.
+            engine_patience_s: Time in which an engine that failed must answer again.
+            audit: Passes versions whose answers may be sent; None passes all.
+            turn_sampler: Runs trajectories of several turns; None answers prompts in one turn.
         """
         self._audit = audit
         self._max_credits = max_credits
@@ -97,22 +112,20 @@ class GeneratorWorker:
         self._lanes = lanes
         self._together = siblings_together
         self._skips_bad_prompts = skips_bad_prompts
-        self._load: EngineLoad | None = None  # as last observed
+        self._load: EngineLoad | None = None  # last observed load
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
-        self._num_answers = 0  # of the broker to a request for work, while the engine had none
+        self._num_answers = 0  # the broker's answers to requests for work, while the engine idled
         self._finished = False
         self._paused = False
-        self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._groups: dict[int, asyncio.Task[None]] = {}  # keys are leases
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
-        client.held = lambda: tuple(self._groups)
+        client.held = self._groups.keys
         self._clock = PhaseClock()
         self._pace = EnginePace(self._stood_s, counts_calls=not siblings_together)
         self._counters = dict.fromkeys(_COUNTED, 0.0)
         self._usage = ProcessUsage(gpus=True)
-        if turn_sampler is not None:
-            lanes.on_change = self._enter_phase
-        self.more_counters: Callable[[], Mapping[str, float]] = dict  # to report, too
+        self._more_counters: Callable[[], Mapping[str, float]] = dict
 
     # ---- callbacks of the weight bus -----------------------------------------
 
@@ -122,10 +135,10 @@ class GeneratorWorker:
         self._clock.enter_within("adopt")
 
     def adopted(self, version: PolicyVersion, stood_s: float | None = None) -> None:
-        """The engine runs ``version``, and stood still for this long; None is since ``pausing``.
+        """The engine runs ``version``, and stood still for ``stood_s``; None is since ``pausing``.
 
-        An engine that computes a batch generates until it is done, and again before its answer is
-        here.
+        An engine finishes its current batch before it pauses, and generates again before its answer
+        arrives.
         """
         self._adopted = version
         self._paused = False
@@ -149,25 +162,32 @@ class GeneratorWorker:
     # ---- health --------------------------------------------------------------
 
     def signs(self) -> tuple[object, ...]:
-        """Return what changes with progress: tokens of the engine, answers sent, versions.
+        """Return figures that change with progress: tokens of the engine, answers sent, versions.
 
-        The broker's answers count only while the engine has nothing to do: a worker goes on asking
-        beside an engine that hangs.
+        The broker's answers count only while the engine has nothing to do: a worker also asks for
+        work while its engine hangs.
         """
         used_tokens = self._load.used_tokens if self._load is not None else 0
         ended = tuple(self._counters[name] for name in _COUNTED)
         return used_tokens, ended, self._adopted, self._num_answers
 
     def missing(self) -> str:
-        """Return what it waits for before it can generate; empty if nothing."""
+        """Return the reason why the worker cannot generate yet; empty if it can."""
         return "" if self._adopted is not None else "its engine has adopted no version yet"
 
     # ---- the loop ------------------------------------------------------------
 
-    async def run(self, *, heartbeat_s: float, report_every_s: float = REPORT_EVERY_S) -> None:
-        """Work until the broker reports that the run is finished."""
+    async def run(
+        self,
+        *,
+        heartbeat_s: float,
+        report_every_s: float = REPORT_EVERY_S,
+        more_counters: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Work until the run is finished; report ``more_counters`` besides the worker's own."""
+        self._more_counters = more_counters
         async with asyncio.TaskGroup() as group:
-            side = [
+            others = [
                 group.create_task(self._heartbeats(heartbeat_s)),
                 group.create_task(self._observe_load(report_every_s)),
                 group.create_task(self._reports(report_every_s)),
@@ -190,7 +210,7 @@ class GeneratorWorker:
                     await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
                     change.cancel()
             finally:
-                for task in side:
+                for task in others:
                     task.cancel()
         await self._report()
 
@@ -242,10 +262,10 @@ class GeneratorWorker:
             self._enter_phase()
 
     async def _await_engine(self) -> None:
-        """Wait until the engine answers again: handed back at once, a group would come right back.
+        """Wait until the engine answers again: a group handed back at once would return at once.
 
-        If the engine's process has ended, this generator ends meanwhile, and its leases come back
-        as one attempt. One that neither ends nor answers is given up after a while.
+        If the engine's process has ended, this generator ends meanwhile, and its leases are one
+        attempt together. The wait for an engine that neither ends nor answers is limited.
         """
         until_s = time.monotonic() + self._engine_patience_s
         while time.monotonic() < until_s:
@@ -291,32 +311,32 @@ class GeneratorWorker:
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             try:
                 submissions = await self._sampled(work, siblings, prompt_ids, booking)
-            except EnvironmentFailedError as error:  # its siblings go on: they are kept
+            except EnvironmentFailedError as error:  # its siblings continue
                 self._counters["environment_failed"] += 1
                 booking.leave(len(siblings))
                 failed.append(error)
                 return
-            if self._audit is not None:  # they keep their lanes: what waits is bounded
+            if self._audit is not None:  # waiting answers keep their lanes, which bounds them
                 await self._audit.until_proven(newest_version(submissions))
             booking.leave(len(siblings))  # scoring and sending take no lane
             await asyncio.gather(*map(score_and_send, submissions))
 
-        async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
+        async with asyncio.TaskGroup() as group:  # an error ends all siblings
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
-        if failed:  # one that is the group's own fault counts
+        if failed:  # an error of the group's own counts more than a lost server
             raise min(failed, key=lambda error: isinstance(error, EnvironmentLostError))
 
     async def _sampled(
         self, work: LeasedGroup, siblings: tuple[int, ...], prompt_ids: list[int], booking: Booking
     ) -> list[Submission]:
-        """Return some siblings; of several turns they are one."""
+        """Sample siblings; a trajectory of several turns comes alone."""
         if self._turn_sampler is None:
             with self._pace.call() as call:
                 sampled = await run_rollouts(self._sampler, work, siblings, prompt_ids)
-                call.num_tokens = max(one.header.num_response_tokens for one, _ in sampled)
+                call.num_tokens = max(message.header.num_response_tokens for message, _ in sampled)
             return sampled
-        async with booking.by_call() as lanes:
+        async with booking.by_call(self._enter_phase) as lanes:
             try:
                 return [await self._turn_sampler.run(work, sibling, lanes) for sibling in siblings]
             finally:
@@ -325,7 +345,7 @@ class GeneratorWorker:
                 self._counters["environment_s"] += environment_s
 
     async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
-        """Score an answer here; without a reward it is scored elsewhere."""
+        """Score an answer here; an answer without a reward is scored elsewhere."""
         message, frames = submission
         header = message.header
         item = ScoringItem(
@@ -379,9 +399,12 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
+        counters = {**self._counters, **self._pace.counters, **self._more_counters()}
+        rewritten = ""
         if self._turn_sampler is not None:
             gauges["acting"] = lanes.acting
-        counters = {**self._counters, **self._pace.counters, **self.more_counters()}
+            counters |= self._turn_sampler.counters
+            rewritten = self._turn_sampler.differences.newest
         if self._audit is not None:
             counters |= self._audit.counters
             gauges |= self._audit.gauges
@@ -391,7 +414,7 @@ class GeneratorWorker:
             counters=finite(counters),
             adopted=self._adopted,
             gauges=finite(gauges),
-            rewritten=self._turn_sampler.differences.newest if self._turn_sampler else "",
+            rewritten=rewritten,
         )
         await self._client.ask(report, Done)
 

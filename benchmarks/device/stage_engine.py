@@ -25,6 +25,7 @@ from slipstream.weightbus.version.engine_checksums import (
     expected_checksums,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.engine_steps import load_folder, pause
 
 _END = 2  # barred: no answer ends early
 _LENGTH = 400
@@ -181,8 +182,8 @@ async def _changed_twice(
 
 async def _change(engine: SglangEngine, model: Path, version: PolicyVersion) -> None:
     """Change weights as a publish does."""
-    await engine.pause()
-    await engine.load_folder(model)
+    await pause(engine)
+    await load_folder(engine, model)
     await engine.label(version)
     await engine.resume()
 

@@ -28,12 +28,12 @@ from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.settings.sections import RunSection, relay_address
-from tests.support.bus.in_steps import InSteps
+from tests.support.engine_steps import EngineInSteps
 
 SIZES = {"smollm2": SMOLLM2, "quick": QUICK, "tiny": TINY}
 
 
-class HoldingEngine(InSteps):
+class HoldingEngine(EngineInSteps):
     """Tensors that updates are copied into; generates nothing."""
 
     def __init__(self, sizes: Sizes) -> None:

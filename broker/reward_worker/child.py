@@ -3,22 +3,22 @@
 Its parent, bubblewrap or ``sandbox/init.py``, kills the functions' leftover processes at its end.
 """
 
-import argparse
 import os
-import resource
-import signal
 import socket
 import sys
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
+import msgspec
+from typing_extensions import override
+
 from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
-    FromChild,
+    CallOutcomes,
     Load,
     Loaded,
     LoadFailed,
+    ScoreCall,
+    ToChild,
     to_child,
 )
 from slipstream.broker.rewards.loading import RewardFunction, load_function
@@ -31,7 +31,7 @@ from slipstream.broker.rewards.outcomes import (
     unavailable,
 )
 from slipstream.broker.rewards.sdk import Unavailable
-from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.frames import Link, connection_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.bounds import shortened
 
@@ -39,59 +39,37 @@ if TYPE_CHECKING:
     import asyncio
 
 EXIT_BROKEN = 86  # a function has closed or replaced our descriptor
-_READ_BYTES = 1 << 16
 
 
-class Link:
-    """The child's end of the socket pair. Ends the process if a function has taken it away."""
+class GuardedLink(Link[ToChild]):
+    """A link that ends the process if a function has taken it away."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._identity = _identity(descriptor)
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, to_child)
+        self._identity = _identity(connection.fileno())
         self._owner = os.getpid()
-        self._frames = Unframer()
-        self._waiting: list[bytes] = []
 
-    def send(self, message: FromChild) -> None:
-        """Send a message to the worker."""
+    @override
+    def send(self, message: msgspec.Struct) -> None:
         self._check()
         try:
-            self._socket.sendall(frame_of(message))
+            super().send(message)
         except OSError:
             os._exit(EXIT_BROKEN)
 
-    def receive(self) -> Load | Call | None:
-        """Return the worker's next request; None when it is gone."""
-        while not self._waiting:
-            self._check()
-            try:
-                data = self._socket.recv(_READ_BYTES)
-            except OSError:
-                os._exit(EXIT_BROKEN)
-            if not data:
-                return None
-            self._waiting += self._frames.feed(data)
-        return to_child.decode(self._waiting.pop(0))
-
-    async def received(self) -> Load | Call | None:
-        """Return the same without blocking running calls."""
-        import asyncio
-
-        if not self._waiting:
-            loop = asyncio.get_running_loop()
-            readable = asyncio.Event()
-            loop.add_reader(self._socket, readable.set)
-            try:
-                await readable.wait()
-            finally:
-                loop.remove_reader(self._socket)
-        return self.receive()
+    @override
+    def read(self) -> bool:
+        self._check()
+        try:
+            return super().read()
+        except OSError:
+            os._exit(EXIT_BROKEN)
 
     def _check(self) -> None:
-        """See that this is the process that was started, and the descriptor that it was given."""
+        """Check that this process and this descriptor are still those of the start."""
         if os.getpid() != self._owner:
             os._exit(0)  # a function has forked and both have returned
-        if _identity(self._socket.fileno()) != self._identity:
+        if _identity(self.fileno()) != self._identity:
             os._exit(EXIT_BROKEN)
 
 
@@ -106,7 +84,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 class Runner:
     """Runs calls; functions that are not async run outside of any event loop."""
 
-    def __init__(self, link: Link, load: Load, functions: list[RewardFunction]) -> None:
+    def __init__(self, link: GuardedLink, load: Load, functions: list[RewardFunction]) -> None:
         self._link = link
         self._timeout_s = load.timeout_s
         self._functions = functions
@@ -114,10 +92,10 @@ class Runner:
 
     def serve(self) -> None:
         """Answer calls until the worker is gone."""
-        handed_back: Call | None = None
+        handed_back: ScoreCall | None = None
         while (call := handed_back or self._link.receive()) is not None:
             handed_back = None
-            if not isinstance(call, Call):
+            if not isinstance(call, ScoreCall):
                 continue
             if self._functions[call.function].is_async:
                 handed_back = self._asyncio().run(self._together(call))
@@ -131,7 +109,7 @@ class Runner:
             if isinstance(result, Awaitable):
                 self._asyncio().run(_awaited(result))
 
-    def _run(self, call: Call) -> Answered:
+    def _run(self, call: ScoreCall) -> CallOutcomes:
         function = self._functions[call.function]
         try:
             result = function.call(call.transcripts)
@@ -141,11 +119,11 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             return _failed(call, error)
 
-    async def _together(self, first: Call) -> Call | None:
+    async def _together(self, first: ScoreCall) -> ScoreCall | None:
         """Run calls at the same time; return when none is running.
 
-        A call of a function that is not async ends this, and is handed back: the function may want
-        an event loop of its own.
+        A call of a function that is not async ends this and is returned: the function may want an
+        event loop of its own.
         """
         import asyncio
 
@@ -157,7 +135,7 @@ class Runner:
             if asking not in done:
                 continue
             call = asking.result()
-            if not isinstance(call, Call):
+            if not isinstance(call, ScoreCall):
                 break
             if not self._functions[call.function].is_async:
                 if running:
@@ -168,7 +146,7 @@ class Runner:
         asking.cancel()
         return None
 
-    async def _run_async(self, call: Call) -> None:
+    async def _run_async(self, call: ScoreCall) -> None:
         import asyncio
 
         function = self._functions[call.function]
@@ -203,29 +181,29 @@ def took_too_long(timeout_s: float) -> str:
     return f"took longer than reward.timeout_s = {timeout_s:g}"
 
 
-def _answer(call: Call, function: RewardFunction, result: object) -> Answered:
+def _answer(call: ScoreCall, function: RewardFunction, result: object) -> CallOutcomes:
     num_turns = [len(transcript.turns) for transcript in call.transcripts]
     if function.info.takes == "answer":
-        return Answered(call_id=call.call_id, outcomes=(outcome_of(result, num_turns[0]),))
+        return CallOutcomes(call_id=call.call_id, outcomes=(outcome_of(result, num_turns[0]),))
     outcomes = outcomes_of(result, num_turns)
     if function.info.takes == "group":
         outcomes = all_or_none(outcomes)
-    return Answered(call_id=call.call_id, outcomes=tuple(outcomes))
+    return CallOutcomes(call_id=call.call_id, outcomes=tuple(outcomes))
 
 
-def _failed(call: Call, error: BaseException) -> Answered:
+def _failed(call: ScoreCall, error: BaseException) -> CallOutcomes:
     return _same(call, failure(error), failed=not isinstance(error, Unavailable))
 
 
-def _same(call: Call, outcome: RewardOutcome, *, failed: bool) -> Answered:
+def _same(call: ScoreCall, outcome: RewardOutcome, *, failed: bool) -> CallOutcomes:
     outcomes = (outcome,) * len(call.transcripts)
-    return Answered(call_id=call.call_id, outcomes=outcomes, failed=failed)
+    return CallOutcomes(call_id=call.call_id, outcomes=outcomes, failed=failed)
 
 
 # ---- process -----------------------------------------------------------------
 
 
-def load(link: Link, request: Load) -> list[RewardFunction] | None:
+def load(link: GuardedLink, request: Load) -> list[RewardFunction] | None:
     """Import the functions and report it."""
     try:
         functions = [
@@ -248,13 +226,7 @@ def load(link: Link, request: Load) -> list[RewardFunction] | None:
 
 def main() -> int:
     """Load, then serve until the worker is gone."""
-    parser = argparse.ArgumentParser(prog="python -m slipstream.broker.reward_worker.child")
-    parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
-    arguments = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(arguments.link, False)
-    link = Link(arguments.link)
+    link = GuardedLink(connection_of("slipstream.broker.reward_worker.child"))
     request = link.receive()
     if not isinstance(request, Load):
         return 1

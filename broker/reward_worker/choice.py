@@ -41,32 +41,32 @@ class RewardChoice:
 
 
 @dataclass(slots=True)
-class Reading:
-    """What the reader of one reward found in the rows that the reward scores."""
+class RewardReading:
+    """Rows that the reader of one reward could not read."""
 
     function: str
     num_rows: int = 0
-    unread: list[tuple[Prompt, str]] = field(default_factory=list)  # and why
+    unread: list[tuple[Prompt, str]] = field(default_factory=list)  # rows and reasons
 
     @property
     def found(self) -> str:
         """Number of the rows whose answers cannot be scored, and the reason for the first."""
-        prompt, why = self.unread[0]
+        prompt, reason = self.unread[0]
         return (
             f"{len(self.unread):,} of {self.num_rows:,} rows: no ground truth that "
-            f"{self.function.rpartition('.')[2]} reads, row {prompt.row}: {why}"
+            f"{self.function.rpartition('.')[2]} reads, row {prompt.row}: {reason}"
         )
 
 
-def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]:
+def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[RewardReading]:
     """Have the reward of each row read it, where it declares how; return what was unreadable.
 
     Raises:
-        ConfigError: a reward cannot be loaded here; ``is_missing`` tells why.
+        ConfigError: a reward cannot be loaded here; ``is_missing`` finds the cause.
     """
     choice = RewardChoice(reward)
     readers: dict[int, Reader | None] = {}
-    readings = [Reading(named.function) for named in choice.rewards]
+    readings = [RewardReading(named.function) for named in choice.rewards]
     for prompt in prompts:
         place = choice.index_of(prompt.data_source)
         if place not in readers:
@@ -77,7 +77,7 @@ def read_rows(reward: RewardSection, prompts: Iterable[Prompt]) -> list[Reading]
         readings[place].num_rows += 1
         try:
             read(prompt)
-        except Exception as error:  # noqa: BLE001 a reader may be anyone's
+        except Exception as error:  # noqa: BLE001 foreign code may raise anything
             readings[place].unread.append((prompt, failure(error).unavailable))
     return [reading for reading in readings if reading.unread]
 

@@ -44,14 +44,14 @@ class WorkerSettings:
 
     run: RunSection
     reward: RewardSection
-    function: str  # instead of reward.function; empty is that
-    hidden: tuple[Path, ...]  # which a function must not see
+    function: str  # replaces reward.function; empty keeps it
+    hidden: tuple[Path, ...]  # paths that a function must not see
 
 
 async def serve(settings: WorkerSettings, name: str, health: Health | None = None) -> None:
     """Score for the broker until the run is over, or until SIGTERM or SIGINT.
 
-    Probes are told its ``health``.
+    Probes see its ``health``.
     """
     stop = stop_event()
     health = health or Health()
@@ -67,7 +67,7 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
             run.broker_endpoint,
             role="reward_worker",
             name=name,
-            packages={f"reward {one.name}": one.version for one in pool.functions},
+            packages={f"reward {known.name}": known.version for known in pool.functions},
             outage_s=run.outage_s,
             key_file=run.key_file,
         )
@@ -81,7 +81,7 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
             scorer = Scorer(
                 client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
             )
-            functions = ", ".join(f"{one.name} ({one.version})" for one in pool.functions)
+            functions = ", ".join(f"{known.name} ({known.version})" for known in pool.functions)
             _log.info("scoring for run %s with %s", welcome.run_name, functions)
             with health.main_loop(scorer.signs):
                 await _work(client, pool, scorer, stop)
@@ -98,7 +98,7 @@ async def _work(
 
     async def report() -> None:
         counters = dict(scorer.counters)
-        counters |= {f"replaced_{why}": float(n) for why, n in pool.replaced.items()}
+        counters |= {f"replaced_{fault}": float(n) for fault, n in pool.replaced.items()}
         phases = scorer.clock.seconds()
         report = RoleReport(phase_seconds=phases, counters=counters, gauges=finite(usage.gauges()))
         await client.ask(report, Done)
@@ -190,14 +190,10 @@ def _main() -> int:
         print(f"would score with {function} for {endpoint}")  # noqa: T201
         return 0
     start_logging(name, logs)
-
-    def body() -> int:
-        health = Health(name, stuck_s=settings.run.stuck_s)
-        with serving(health, arguments.health):
-            asyncio.run(serve(settings, name, health))
-        return 0
-
-    return body()
+    health = Health(name, stuck_s=settings.run.stuck_s)
+    with serving(health, arguments.health):
+        asyncio.run(serve(settings, name, health))
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ class Load(_Message, frozen=True):
 
     rewards: Several[NamedReward]
     offered: ByName[Json]  # arguments for functions that name them
-    timeout_s: Figure  # for one call
+    timeout_s: Figure  # limit of one call
 
 
-class Call(_Message, frozen=True):
+class ScoreCall(_Message, frozen=True):
     """Run one function on these answers."""
 
     call_id: Count
@@ -38,28 +38,28 @@ class Call(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """The functions are there, in the order of Load."""
+    """The functions are loaded, in the order of Load."""
 
     functions: Several[FunctionInfo]
     are_async: Several[bool]
 
 
 class LoadFailed(_Message, frozen=True):
-    """One of them is not, and why."""
+    """A function cannot be loaded, for this reason."""
 
     message: Text
 
 
-class Answered(_Message, frozen=True):
+class CallOutcomes(_Message, frozen=True):
     """The outcomes of a call, in the order of its transcripts."""
 
     call_id: Count
     outcomes: Several[RewardOutcome]
-    failed: bool = False  # as a whole, and not by saying Unavailable
+    failed: bool = False  # the call raised, and not Unavailable
 
 
-ToChild: TypeAlias = Load | Call
-FromChild: TypeAlias = Loaded | LoadFailed | Answered
+ToChild: TypeAlias = Load | ScoreCall
+FromChild: TypeAlias = Loaded | LoadFailed | CallOutcomes
 
 to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)

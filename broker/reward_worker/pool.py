@@ -18,7 +18,7 @@ from pathlib import Path
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import EXIT_BROKEN
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.reward_worker.messages import Answered, Load
+from slipstream.broker.reward_worker.messages import CallOutcomes, Load
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, unavailable
@@ -33,7 +33,7 @@ from slipstream.wire.process.environment import handed_on
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1  # between measurements of the children, while one works
 _IDLE_POLL_S = 1.0
-_POLL_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
+_POLL_SHARE = 0.05  # largest share of a processor, on hosts with very many processes
 _LONGEST_BACKOFF_S = 30.0
 
 
@@ -42,8 +42,8 @@ class RewardPool:
 
     def __init__(self, settings: RewardSection, choice: RewardChoice, hide: Sequence[Path]) -> None:
         self.functions: tuple[FunctionInfo, ...] = ()
-        self.replaced: Counter[str] = Counter()  # children, by why
-        self.left_behind = 0  # processes killed after the calls that had started them
+        self.replaced: Counter[str] = Counter()  # children, by fault
+        self.left_behind = 0  # processes killed after the calls that started them
         self._settings = settings
         self._choice = choice
         self._hide = hide
@@ -71,9 +71,9 @@ class RewardPool:
         Call it on the main thread: the children die with the thread that forked them.
 
         Args:
-            settings: the section [reward].
-            function: instead of reward.function.
-            hide: files and folders that the functions must not see, such as keys; they are covered
+            settings: The section [reward].
+            function: Replacement for reward.function.
+            hide: Files and folders that the functions must not see, such as keys; they are covered
                 unless reward.sandbox = "none". A folder that does not exist yet is made.
 
         Raises:
@@ -92,7 +92,7 @@ class RewardPool:
             await asyncio.to_thread(check_jail)
             for path in hide:  # a missing path cannot be covered
                 if not path.exists() and not path.suffix:
-                    with suppress(OSError):  # it is for another user to make, and to protect
+                    with suppress(OSError):  # another user must make and protect it
                         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             pool.functions = tuple(await pool._start(pool._slots[0]))
@@ -112,7 +112,7 @@ class RewardPool:
     async def score(self, work: Work) -> AsyncIterator[Score]:
         """Yield one score per answer as they arrive, in any order.
 
-        Callers take turns. One that stops listening gives up work not started. No score comes
+        Callers take turns. A caller that stops listening gives up work not started. No score comes
         for work given back meanwhile.
         """
         request = request_of(work, self._choice, self.functions)
@@ -180,7 +180,7 @@ class RewardPool:
 
     # ---- outcomes of calls ---------------------------------------------------
 
-    def _answered(self, slot: Slot, answer: Answered) -> None:
+    def _answered(self, slot: Slot, answer: CallOutcomes) -> None:
         running = slot.running.get(answer.call_id)
         if running is None or len(answer.outcomes) != len(running.call.work):
             self._replace(slot, "broken", "killed: its process answered nonsense")
@@ -241,7 +241,7 @@ class RewardPool:
         self._dispatch()
 
     def _run_apart(self, call: PendingCall, *, alone: bool = False) -> bool:
-        """Let the answers of a batch that failed run one by one; False if this is no such batch.
+        """Let the answers of a batch that failed run one by one; return False for other calls.
 
         So one bad answer costs its neighbors nothing, and n answers make n + 1 calls at most.
         """
@@ -268,7 +268,7 @@ class RewardPool:
             self._in_background(self._fill_slot(slot))
 
     async def _fill_slot(self, slot: Slot) -> None:
-        """Start a child, again and again if it must be."""
+        """Start a child, with more attempts if needed."""
         while True:
             if slot.failures:
                 await asyncio.sleep(min(2.0 ** (slot.failures - 1), _LONGEST_BACKOFF_S))

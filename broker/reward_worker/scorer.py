@@ -43,7 +43,7 @@ class Rewards(Protocol):
         ...
 
     def score(self, work: Work) -> AsyncIterator[Score]:
-        """Yield exactly one score per item that is not given back, as they come."""
+        """Yield exactly one score per item that is not given back, as scores arrive."""
         ...
 
     def give_back(self, group_id: int) -> Sequence[ScoringItem]:
@@ -75,12 +75,12 @@ class Scorer:
         self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
         self._sent = asyncio.Event()
         self._stop = asyncio.Event()
-        self._num_answers = 0  # of the broker to a request for work, while none was held
+        self._num_answers = 0  # the broker's answers to requests for work, while no work was held
         self.clock = PhaseClock()
         self.counters = dict.fromkeys(("scored", "unavailable", "leases_lost"), 0.0)
 
     def signs(self) -> tuple[float, int]:
-        """Return what changes with progress: scores that were sent, or answers without any work."""
+        """Return figures that change with progress: scores sent, or answers without any work."""
         return self.counters["scored"] + self.counters["unavailable"], self._num_answers
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class Scorer:
         async with running(self._stop.wait()) as (stopping,):
             while not stopping.done():
                 free = self._max_credits - len(self._held)
-                if free < self._few:  # asking for each one apart would cost more than it brings
+                if free < self._few:  # requests for single answers would cost more than they bring
                     await self._until_some_are_sent()
                     continue
                 request = LeaseScoring(
@@ -146,7 +146,7 @@ class Scorer:
     async def _score(self, work: Work) -> None:
         async for score in self._rewards.score(work):
             given_back: list[int] = []
-            if score.reward is None:  # its group may be lost: let the broker try that one first
+            if score.reward is None:  # its group may be lost: the broker tries this answer first
                 given_back = [item.lease_id for item in self._rewards.give_back(score.group_id)]
             self._scored.put_nowait((score, given_back))
 

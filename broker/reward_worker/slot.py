@@ -1,4 +1,4 @@
-"""A place for one child of a reward worker: starts it, gives it calls, checks its usage."""
+"""A slot for one child of a reward worker: starts it, gives it calls, checks its usage."""
 
 import asyncio
 import math
@@ -12,12 +12,12 @@ from typing import assert_never
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import took_too_long
 from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
+    CallOutcomes,
     FromChild,
     Load,
     Loaded,
     LoadFailed,
+    ScoreCall,
     from_child,
 )
 from slipstream.broker.reward_worker.queue import PendingCall
@@ -29,7 +29,7 @@ from slipstream.wire.process.patience import Patience, signs_of
 
 _IMPORT_S = 120.0  # without a sign of life
 _POLL_S = 0.1
-_GRACE_S = 1.0  # for an async call that ends itself when its time is up
+_GRACE_S = 1.0  # added for an async call, which ends itself when its time is up
 _SAME_TICK_S = 0.02  # the kernel's clock for starts of processes
 
 
@@ -43,30 +43,30 @@ class RunningCall:
 
 
 class Slot:
-    """The child that is there now, and its calls."""
+    """The current child and its calls."""
 
     def __init__(
         self,
         number: int,
         settings: RewardSection,
-        on_answer: "Callable[[Slot, Answered], None]",
+        on_answer: "Callable[[Slot, CallOutcomes], None]",
         on_end: "Callable[[Slot, int | None], None]",
     ) -> None:
         """Start with no child; ``on_end`` gets the exit code of a child that ended by itself.
 
-        The code is None where a child sends nonsense.
+        A child that sends nonsense has no exit code.
         """
         self.number = number
         self.child: ChildProcess | None = None
         self.ready = False
         self.running: dict[int, RunningCall] = {}
-        self.failures = 0  # to start, in a row
+        self.failures = 0  # failed starts in a row
         self._settings = settings
         self._on_answer = on_answer
         self._on_end = on_end
         self._loading: asyncio.Future[Loaded] | None = None
         self._are_async: tuple[bool, ...] = ()
-        self._cpu_s = 0.0  # of all its processes, at the last measurement
+        self._cpu_s = 0.0  # time of all its processes at the last measurement
 
     @property
     def is_idle(self) -> bool:
@@ -81,7 +81,7 @@ class Slot:
         """Start a child and wait until it has loaded the functions.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the child cannot load them.
         """
         loading: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         child = ChildProcess(
@@ -107,7 +107,7 @@ class Slot:
             await child.end()
             raise ConfigError("its process ended as soon as it was loaded")
         self.failures, self.ready, self._are_async = 0, True, loaded.are_async
-        self._cpu_s = math.inf  # loading counts for no answer
+        self._cpu_s = math.inf  # loading is charged to no answer
         return loaded
 
     async def _until_loaded(self, child: ChildProcess, loading: "asyncio.Future[Loaded]") -> Loaded:
@@ -130,7 +130,7 @@ class Slot:
             return  # it is being replaced
         waits = self._loading if self._loading and not self._loading.done() else None
         match message:
-            case Answered():
+            case CallOutcomes():
                 self._on_answer(self, message)
             case Loaded():
                 if waits is not None:
@@ -157,9 +157,9 @@ class Slot:
         if not self.ready or not self.running:
             return self.ready
         calls = [call, *(running.call for running in self.running.values())]
-        if any(one.suspect or not self._are_async[one.function] for one in calls):
+        if any(other.suspect or not self._are_async[other.function] for other in calls):
             return False
-        return sum(len(one.work) for one in calls) <= self._settings.concurrency
+        return sum(len(other.work) for other in calls) <= self._settings.concurrency
 
     def run(self, call_id: int, call: PendingCall) -> None:
         """Give the child a call."""
@@ -167,12 +167,12 @@ class Slot:
             return
         self.running[call_id] = RunningCall(call, now_s())
         transcripts = tuple(transcript for _, transcript in call.work)
-        self.child.send(Call(call_id=call_id, function=call.function, transcripts=transcripts))
+        self.child.send(ScoreCall(call_id=call_id, function=call.function, transcripts=transcripts))
 
     # ---- limits --------------------------------------------------------------
 
     def fault(self, table: Mapping[int, ProcessRow]) -> tuple[Fault, str, list[int]] | None:
-        """Return the limit that the child exceeds, in words, and the calls to blame."""
+        """Return the limit that the child exceeds, the reason, and the calls to blame."""
         if self.child is None or not self.ready:
             return None
         usage = self.child.measure(table)

@@ -84,7 +84,7 @@ class Budget:
     left_s: float
     memory_bytes: int
     mode: sandboxes.Mode
-    start: Callable[..., sandboxes.Outcome] = sandboxes.run
+    start: Callable[..., sandboxes.ProgramOutcome] = sandboxes.run
 
     def run(
         self,
@@ -93,7 +93,7 @@ class Budget:
         stdin: bytes,
         num_tests: int = 1,
         files: Mapping[str, bytes] = sandboxes.NO_FILES,
-    ) -> sandboxes.Outcome | None:
+    ) -> sandboxes.ProgramOutcome | None:
         """Run a program within the remaining time and deduct its own; None when none is left."""
         if self.left_s <= 0:
             return None

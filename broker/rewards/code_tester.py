@@ -216,8 +216,8 @@ class AnswerProcess:
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.
 
-        As in ``broker/sandbox/own_time.py``: where the answer wants a core, its CPU time counts,
-        and waiting for a disk counts as that for a while.
+        As in ``broker/sandbox/charged_time.py``: where the answer wants a core, its CPU time
+        counts, and waiting for a disk counts as that for a while.
         """
         while not any(select.select(reads, writes, [], min(_POLL_S, self._clock_left_s))[:2]):
             now_s, cpu_s, states = self._usage()

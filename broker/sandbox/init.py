@@ -42,7 +42,7 @@ class Init:
         report, parent, uid, limits, *self.command = arguments
         self.report = int(report)  # descriptor; -1 for a trusted command
         self.parent = int(parent)
-        self.uid = int(uid)  # that the command runs as; 0 keeps ours
+        self.uid = int(uid)  # user of the command; 0 keeps ours
         self.limits = dict(limit.split("=") for limit in limits.split(",") if limit)
         self.in_namespace = os.getpid() == 1
         self.main = 0  # the command's process

@@ -1,7 +1,7 @@
 """Runs code of a model for a process that is confined itself, and so cannot start a sandbox.
 
-Such a process ``borrow``s: a descriptor that it sends over its link becomes the connection of a
-keeper, a process that is not confined. A keeper runs code under bubblewrap, and nothing else.
+A confined process calls ``borrow``, then sends descriptors over its link. Each becomes the
+connection of a keeper: a process that is not confined, and only runs code under bubblewrap.
 """
 
 import os
@@ -16,32 +16,31 @@ import msgspec
 
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
-from slipstream.broker.sandbox.console import Console, Said
-from slipstream.broker.sandbox.frames import Unframer, frame_of
-from slipstream.broker.sandbox.sandbox import Limits, Mode, Outcome
+from slipstream.broker.sandbox.console import Console, ConsoleResult
+from slipstream.broker.sandbox.frames import Link, frame_of
+from slipstream.broker.sandbox.sandbox import Limits, Mode, ProgramOutcome
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Blob, Body, ByName, Count, Figure, Text, shortened
 from slipstream.wire.unreadable import UNREADABLE
 
-_READ_BYTES = 1 << 16
 _MOST_REQUEST_BYTES = 64 << 20
 _MOST_FILES = 1_024
 _MOST_OUTPUT_BYTES = 8 << 20
 _LONGEST_RUN_S = 86_400.0
 _LONGEST_START_S = 3_600.0
 _MOST_TIMES_OWN_S = 1_000.0
-_FILES_PER_FOLDER, _NUM_FOLDERS = 4, 2  # of the largest size, in the memory of a sandbox
+_FILES_PER_FOLDER, _NUM_FOLDERS = 4, 2  # files of the largest size in a sandbox's memory
 _ABORT = struct.pack("ii", 1, 0)  # linger of a socket
 
 Numbers: TypeAlias = ByName[Count | Figure]
-"""Those of ``Limits`` by field."""
+"""Values of ``Limits`` by field."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
     """Base of all messages."""
 
 
-class Run(_Message, frozen=True):
+class RunProgram(_Message, frozen=True):
     """Run a program."""
 
     source: Body
@@ -50,60 +49,60 @@ class Run(_Message, frozen=True):
     limits: Numbers
 
 
-class Call(_Message, frozen=True):
+class RunInConsole(_Message, frozen=True):
     """Run code in the connection's interpreter, which the first call starts."""
 
     source: Body
     own_s: Figure
-    limits: Numbers  # those of the first call hold
+    limits: Numbers  # those of the first call apply
 
 
-class Ran(_Message, frozen=True):
-    """What came of a program."""
+class ProgramRan(_Message, frozen=True):
+    """Result of a program."""
 
-    outcome: Outcome
-
-
-class Called(_Message, frozen=True):
-    """What came of a call."""
-
-    said: Said
+    outcome: ProgramOutcome
 
 
-class Unavailable(_Message, frozen=True):
-    """Nothing ran, and why."""
+class ConsoleRan(_Message, frozen=True):
+    """Result of a call."""
+
+    result: ConsoleResult
+
+
+class NothingRan(_Message, frozen=True):
+    """Nothing ran, for this reason."""
 
     reason: Text
 
 
-_Request: TypeAlias = Run | Call
-_Answer: TypeAlias = Ran | Called | Unavailable
-_AnswerT = TypeVar("_AnswerT", Ran, Called)
+_Request: TypeAlias = RunProgram | RunInConsole
+_Answer: TypeAlias = ProgramRan | ConsoleRan | NothingRan
+_AnswerT = TypeVar("_AnswerT", ProgramRan, ConsoleRan)
 requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
-_link: socket.socket | None = None  # of a process that is confined
+_link: socket.socket | None = None  # set in a process that is confined
 
 
 def borrow(link: socket.socket) -> None:
-    """Have all that this process runs in a sandbox run by keepers from now on."""
+    """From now on, have keepers run what this process runs in a sandbox."""
     global _link  # noqa: PLW0603 a process is confined for good
     _link = link
     sandbox.run_by(_run)
 
 
 def console(limits: Limits, *, mode: Mode) -> "Console | BorrowedConsole":
-    """Start an interpreter, where this process may."""
+    """Start an interpreter in this process, or in a keeper if this process is confined."""
     if _link is None or mode == "none":
         return Console(limits, mode=mode)
     return BorrowedConsole(_link, limits)
 
 
-def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> Outcome:
+def _run(source: str, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> ProgramOutcome:
     if _link is None:
         raise SandboxUnavailableError("this process is not confined")
     with _Connection(_link) as keeper:
-        asked = Run(source=source, stdin=stdin, files=dict(files), limits=asdict(limits))
-        return keeper.ask(asked, Ran).outcome
+        asked = RunProgram(source=source, stdin=stdin, files=dict(files), limits=asdict(limits))
+        return keeper.ask(asked, ProgramRan).outcome
 
 
 class BorrowedConsole:
@@ -114,10 +113,10 @@ class BorrowedConsole:
         self._keeper = _Connection(link)
         self._limits = asdict(limits)
 
-    def run(self, source: str, *, own_s: float) -> Said:
+    def run(self, source: str, *, own_s: float) -> ConsoleResult:
         """Run code as ``Console`` does."""
-        request = Call(source=source, own_s=own_s, limits=self._limits)
-        return self._keeper.ask(request, Called).said
+        request = RunInConsole(source=source, own_s=own_s, limits=self._limits)
+        return self._keeper.ask(request, ConsoleRan).result
 
     def __exit__(self, *_: object) -> None:
         self._keeper.__exit__()
@@ -127,8 +126,8 @@ class _Connection:
     """A connection to a keeper of one's own."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._ours, theirs = socket.socketpair()
-        self._frames = Unframer()
+        ours, theirs = socket.socketpair()
+        self._ours = Link(ours, _answers)
         with theirs:
             socket.send_fds(link, [b"k"], [theirs.fileno()])
 
@@ -142,40 +141,39 @@ class _Connection:
         """Return the answer to a request.
 
         Raises:
-            SandboxUnavailableError: there is none, or the sandbox does not start.
+            SandboxUnavailableError: the keeper has ended, or the sandbox does not start.
         """
         why = "its keeper has ended"
-        with suppress(ConnectionError):  # it may have said why, and hung up
-            self._ours.sendall(frame_of(request))
+        with suppress(ConnectionError):  # it may have sent the reason and hung up
+            self._ours.send(request)
         with suppress(ConnectionError):
-            while data := self._ours.recv(_READ_BYTES):
-                for body in self._frames.feed(data):
-                    answer = _answers.decode(body)
-                    if isinstance(answer, kind):
-                        return answer
-                    raise SandboxUnavailableError(getattr(answer, "reason", why))
+            answer = self._ours.receive()
+            if isinstance(answer, kind):
+                return answer
+            if answer is not None:
+                raise SandboxUnavailableError(getattr(answer, "reason", why))
         raise SandboxUnavailableError(f"the sandbox cannot be used: {why}")
 
 
 def let_go(descriptor: int, refusal: str) -> None:
-    """Close what a confined process sent, which may be anything, at once; first say why."""
+    """Send a refusal and close the descriptor of a confined process, which may be anything."""
     with suppress(OSError):
         connection = socket.socket(fileno=descriptor)
         with suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
             if refusal:
-                connection.send(frame_of(Unavailable(reason=refusal)), socket.MSG_DONTWAIT)
+                connection.send(frame_of(NothingRan(reason=refusal)), socket.MSG_DONTWAIT)
         connection.detach()
     with suppress(OSError):
         os.close(descriptor)
 
 
 def keepers_limits(memory_mb: int, max_processes: int) -> Limits:
-    """Return the most that a keeper grants: none of it is reached by honest use.
+    """Return the highest limits that a keeper grants: honest use reaches none of them.
 
     Args:
-        memory_mb: of the trajectory, which the files of a sandbox do not exceed either.
-        max_processes: of the trajectory.
+        memory_mb: Memory of the trajectory, also the limit of the files of a sandbox.
+        max_processes: Processes of the trajectory.
     """
     memory_bytes = memory_mb << 20
     return Limits(
@@ -194,32 +192,33 @@ def keep(descriptor: int, most: Limits) -> None:
     """Serve a confined process until it hangs up, or announces an absurd frame.
 
     Args:
-        descriptor: of the connection to it.
-        most: limits that none of its runs goes beyond.
+        descriptor: Connection to the process.
+        most: Highest limits of its runs.
     """
-    frames = Unframer(max_bytes=_MOST_REQUEST_BYTES)
     with suppress(OSError, ProtocolError), ExitStack() as stack:
         connection = stack.enter_context(socket.socket(fileno=descriptor))
+        link = Link(connection, requests, max_bytes=_MOST_REQUEST_BYTES)
         opened: Console | None = None
-        while data := connection.recv(_READ_BYTES):
-            for body in frames.feed(data):
-                answer: _Answer
-                try:
-                    request = requests.decode(body)
-                    if isinstance(request, Run):
-                        answer = Ran(outcome=_outcome_of(request, most))
-                    else:
-                        if opened is None:
-                            opened = Console(_bounded(request.limits, most))
-                            stack.push(opened)
-                        own_s = max(0.0, min(request.own_s, most.own_s))
-                        answer = Called(said=opened.run(request.source, own_s=own_s))
-                except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
-                    answer = Unavailable(reason=shortened(str(error)))
-                connection.sendall(frame_of(answer))
+        while True:
+            answer: _Answer
+            try:
+                request = link.receive()
+                if request is None:
+                    return
+                if isinstance(request, RunProgram):
+                    answer = ProgramRan(outcome=_outcome_of(request, most))
+                else:
+                    if opened is None:
+                        opened = Console(_bounded(request.limits, most))
+                        stack.push(opened)
+                    own_s = max(0.0, min(request.own_s, most.own_s))
+                    answer = ConsoleRan(result=opened.run(request.source, own_s=own_s))
+            except (SandboxUnavailableError, ValueError, OSError, *UNREADABLE) as error:
+                answer = NothingRan(reason=shortened(str(error)))
+            link.send(answer)
 
 
-def _outcome_of(request: Run, most: Limits) -> Outcome:
+def _outcome_of(request: RunProgram, most: Limits) -> ProgramOutcome:
     if len(request.files) > _MOST_FILES:
         raise SandboxUnavailableError(f"{len(request.files)} files, of {_MOST_FILES} at most")
     limits = _bounded(request.limits, most)
@@ -227,7 +226,7 @@ def _outcome_of(request: Run, most: Limits) -> Outcome:
 
 
 def _bounded(numbers: Numbers, most: Limits) -> Limits:
-    """Return limits that a confined process asks for, none of them beyond the most."""
+    """Return the limits that a confined process asks for, cut to the highest."""
     highest = asdict(most)
     known = {name: max(0, min(numbers[name], highest[name])) for name in numbers.keys() & highest}
     return msgspec.convert(known, Limits)

@@ -10,7 +10,7 @@ from slipstream.wire.process.token_bucket import TokenBucket
 _log = logging.getLogger(__name__)
 _BURST_BYTES = 16 * 1024
 _BYTES_PER_S = 4 * 1024
-_RESUMES_BYTES = 8 * 1024  # once something was dropped; not one line between two gaps
+_RESUMES_BYTES = 8 * 1024  # needed after a gap, so that gaps are not one line apart
 _READ_BYTES = 1 << 20
 _LINE_CHARACTERS = 500
 
@@ -48,7 +48,7 @@ class OutputLog:
             self.report_dropped()
         for line in kept.decode(errors="replace").splitlines():
             printable = (
-                c if c.isprintable() or c == "\t" else ascii(c)[1:-1]  # which a terminal obeys
+                c if c.isprintable() or c == "\t" else ascii(c)[1:-1]  # a terminal would obey it
                 for c in line[:_LINE_CHARACTERS]
             )
             _log.info("%s printed: %s", self._name, "".join(printable))

@@ -26,12 +26,12 @@ class ProcessRow(NamedTuple):
 
     pid: int
     parent: int
-    state: str  # of its first thread, as in ps: R, S, D, Z ...
-    cpu_s: float  # its own, and that of children that it has waited for
+    state: str  # state of its first thread, as in ps: R, S, D, Z ...
+    cpu_s: float  # its own time, and that of reaped children
     num_threads: int
     started_s: float  # since the host started
     rss_bytes: int
-    reaped_cpu_s: float = 0.0  # of children that it has waited for
+    reaped_cpu_s: float = 0.0  # time of reaped children alone
 
     @property
     def is_zombie(self) -> bool:
@@ -72,7 +72,7 @@ def row_of(pid: int) -> ProcessRow | None:
 
 
 def _rss_of_others(pid: int) -> int:
-    """Return the memory of a process whose first thread has ended, and shows none."""
+    """Return the memory of a process whose first thread has ended."""
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 as children_of
             with suppress(OSError):
@@ -126,31 +126,31 @@ def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
     """
     if root <= 0:
         raise ValueError(f"process {root} has no descendants that are ours")
-    found: list[int] = []
+    below: list[int] = []
     open_ = list(children.get(root, ()))
     while open_:
         pid = open_.pop()
-        found.append(pid)
+        below.append(pid)
         open_ += children.get(pid, ())
-    return found
+    return below
 
 
 def ids_inside(pids: Iterable[int], *, levels: int) -> dict[int, int]:
     """Return processes by the ids that they have in a PID namespace below ours.
 
     Args:
-        pids: ids that processes have here; left out are those that have ended or are not inside.
-        levels: how many namespaces below ours that one is.
+        pids: Ids of processes here; those that have ended or are not inside are left out.
+        levels: Number of levels between our namespace and that one.
     """
-    found: dict[int, int] = {}
+    inside: dict[int, int] = {}
     for pid in pids:
         with suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text(errors="replace")
             line = next(row for row in status.splitlines() if row.startswith("NSpid:"))
             ids = line.split()[1:]
             if len(ids) > levels:
-                found[int(ids[levels])] = pid
-    return found
+                inside[int(ids[levels])] = pid
+    return inside
 
 
 def usage_of(pids: Iterable[int], table: Mapping[int, ProcessRow]) -> Usage:

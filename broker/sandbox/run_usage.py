@@ -23,15 +23,15 @@ class RunUsage:
     memory_bytes: int = 0
     peak_bytes: int = 0
     wants_core: bool = False  # a thread of it runs, or waits for a core
-    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
+    waits_for_disk: bool = False  # or seems to, see ``ChargedTime``
 
     def update(self, root: int, *, levels: int, enough_bytes: int) -> None:
         """Measure the tree under a process.
 
         Args:
-            root: bubblewrap, or ``init.py`` where there is no namespace.
+            root: Bubblewrap, or ``init.py`` without namespaces.
             levels: 1 if the code's first process is its child, 2 if it is its grandchild.
-            enough_bytes: more than that is measured again, slowly and exactly.
+            enough_bytes: Limit above which memory is measured again, slowly and exactly.
         """
         above, pids = list[int](), [root]  # processes of ours, and of the code
         for _ in range(levels):
@@ -51,8 +51,8 @@ class RunUsage:
         if levels > 1 and pids:  # else the files may be those of the host
             for folder in FOLDERS_IN_MEMORY:
                 with suppress(OSError):  # it has ended
-                    found = os.statvfs(f"/proc/{pids[0]}/root{folder}")
-                    memory += (found.f_files - found.f_ffree) * _BYTES_OF_FILE
+                    system = os.statvfs(f"/proc/{pids[0]}/root{folder}")
+                    memory += (system.f_files - system.f_ffree) * _BYTES_OF_FILE
         states = {state for row in rows for state in _states(row)}
         self.num_tasks = sum(row.num_threads for row in rows)
         self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states

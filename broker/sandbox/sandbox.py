@@ -29,7 +29,7 @@ from slipstream.broker.sandbox.bubblewrap import (
     needs_user_namespace,
     sealed,
 )
-from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.broker.sandbox.charged_time import ChargedTime
 from slipstream.broker.sandbox.process_table import children_of
 from slipstream.broker.sandbox.run_usage import RunUsage
 
@@ -38,16 +38,16 @@ Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "o
 End: TypeAlias = Status | Literal["starved"]
 
 _MIB = 1024 * 1024
-_STACK_BYTES = 8 * _MIB  # of one thread
+_STACK_BYTES = 8 * _MIB  # stack of one thread
 _POLL_S = 0.025
 _END_S = 60.0
 _READ_BYTES = 65536
-_DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
+_DISK_SHARE = 0.5  # share of own_s for which a run may also wait for a disk
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
-_FIRST_SPARE_UID = 1_879_048_192  # started by root, each run is another user
+_FIRST_SPARE_UID = 1_879_048_192  # each run started by root is another user
 _SPARE_UIDS = 1 << 22
-_Runner: TypeAlias = Callable[[str, bytes, Mapping[str, bytes], "Limits"], "Outcome"]
+_Runner: TypeAlias = Callable[[str, bytes, Mapping[str, bytes], "Limits"], "ProgramOutcome"]
 _runner: _Runner | None = None
 
 
@@ -72,7 +72,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """Outcome of a run.
 
     ``exit_code`` is -N after signal N, and None where we ended the run ourselves.
@@ -104,7 +104,7 @@ def check(mode: Mode) -> None:
 
 
 def run_by(runner: _Runner) -> None:
-    """Have another run what this process wants run under bubblewrap, from now on."""
+    """From now on, hand what this process runs under bubblewrap to ``runner``."""
     global _runner  # noqa: PLW0603 what the process may do does not change again
     _runner = runner
 
@@ -117,7 +117,7 @@ def run(
     limits: Limits = Limits(),
     mode: Mode = "namespaces",
     init: Path = INIT,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run Python source with the base interpreter, without its site-packages; block until it ends.
 
     The code sees the system's libraries, its own work folder and nothing else: no network, no
@@ -125,12 +125,12 @@ def run(
     of it is left afterwards.
 
     Args:
-        source: a module, run as ``__main__`` from a file in the work folder.
-        stdin: its input.
-        files: further files in its work folder, which is the current one, by relative path.
-        limits: of its usage; the clocks start when it does.
-        mode: ``none`` gives limits but no protection.
-        init: process 1 of the sandbox.
+        source: Module that is run as ``__main__`` from a file in the work folder.
+        stdin: Input of the code.
+        files: Further files in its work folder, the current folder, by relative path.
+        limits: Limits of its usage; the clocks start with the code.
+        mode: ``none`` sets limits but does not protect.
+        init: Process 1 of the sandbox.
 
     Raises:
         SandboxUnavailableError: bubblewrap does not start here, or not in time.
@@ -162,7 +162,7 @@ class StartedRun:
         self._report = b""
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._usage = RunUsage()
-        self._own: OwnTime | None = None  # from the start of the code
+        self._own: ChargedTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
             report, theirs = os.pipe()
@@ -207,7 +207,7 @@ class StartedRun:
         with self._stack, self._process:
             self._end()
 
-    def watch(self) -> Outcome:
+    def watch(self) -> ProgramOutcome:
         """Read and measure until the run ends, or has to be ended."""
         status = self._until_the_end()
         now_s = time.monotonic()
@@ -218,7 +218,7 @@ class StartedRun:
         return self._outcome(status, now_s)
 
     def _until_the_end(self) -> End | None:
-        """Return why the run has to be ended; None when it ended by itself, or has said enough."""
+        """Return why the run must be ended; None if it ended, or no more output is awaited."""
         ended = os.pidfd_open(self._process.pid)
         with os.fdopen(ended, "rb", buffering=0), selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, "ended")
@@ -237,12 +237,12 @@ class StartedRun:
                     return self._too_much_output()
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
-            if self._has_said_enough():
+            if self._has_finished():
                 return None
             now_s = time.monotonic()
             if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
-                self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
+                self._own = ChargedTime(now_s, self._usage.cpu_s, disk_s=disk_s)
             if now_s >= next_usage_s:
                 next_usage_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
@@ -260,7 +260,7 @@ class StartedRun:
                 return status
 
     def _read(self, name: str) -> bool:
-        """Read available output; False at the end, or when there is none."""
+        """Read available output; return False at its end, or if there is no output yet."""
         stream = self._report_read if name == "report" else getattr(self._process, name)
         try:
             data = os.read(stream.fileno(), _READ_BYTES)
@@ -276,8 +276,8 @@ class StartedRun:
         if self._too_much_output() is None:
             self._output[name] += data
 
-    def _has_said_enough(self) -> bool:
-        """True once there is nothing more to wait for, before it ends."""
+    def _has_finished(self) -> bool:
+        """True once all awaited output was read, even if the run continues."""
         return False
 
     def _too_much_output(self) -> Status | None:
@@ -324,7 +324,7 @@ class StartedRun:
                     os.close(init)
         return False
 
-    def _outcome(self, status: End | None, now_s: float) -> Outcome:
+    def _outcome(self, status: End | None, now_s: float) -> ProgramOutcome:
         """Make the outcome; raise SandboxUnavailableError if the code never started."""
         report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])
@@ -336,7 +336,7 @@ class StartedRun:
             )
         if "error" in report or "started" not in report:
             raise SandboxUnavailableError(explained(shown))
-        own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
+        own = self._own or ChargedTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
             raise SandboxUnavailableError(
                 f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
@@ -347,7 +347,7 @@ class StartedRun:
         if status is None:
             status = _status_of(code, stderr)
         limit = self._limits.max_output_bytes
-        return Outcome(
+        return ProgramOutcome(
             status=status,
             exit_code=code,
             stdout=bytes(self._output["stdout"][:limit]),

@@ -25,7 +25,7 @@ from slipstream.broker.data.sources import (
     local_eval,
     training_sources,
 )
-from slipstream.broker.reward_worker.choice import Reading, is_missing, read_rows
+from slipstream.broker.reward_worker.choice import is_missing, read_rows
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.preflight.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.terminal.console import make_console
@@ -121,7 +121,7 @@ class SourceReport:
     overlong: list[tuple[str, str]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # ascending
     remarks: list[str] = field(default_factory=list)  # harmless to a run
-    unread: list[Reading] = field(default_factory=list)  # rows that no reward reads
+    unread: list[RewardReading] = field(default_factory=list)  # rows that no reward reads
     example: str = ""
 
     @property

@@ -22,7 +22,7 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 
 if TYPE_CHECKING:
-    from slipstream.generators.tools.trial import Said, TriedTrajectory
+    from slipstream.generators.tools.trial import TrialMessage, TriedTrajectory
 
 EXIT_FAILED = 1
 _COLORS = {"assistant": "green", "tool": "yellow", "system": "magenta"}
@@ -125,7 +125,7 @@ class _Screen:
         row = f", row {prompt.row}" if prompt.row >= 0 else ""
         self._console.rule(Text(f"trajectory {number + 1} of {self._count}{row}"))
 
-    def said(self, said: "Said") -> None:
+    def said(self, said: "TrialMessage") -> None:
         history = list(said.asked)
         known = self._shown
         if history[: len(known)] != known:

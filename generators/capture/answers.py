@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API: as a whole, and in the pieces of a stream."""
+"""Replies in the form of OpenAI's API: as a whole, and in the chunks of a stream."""
 
 import secrets
 import time
@@ -7,23 +7,25 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from slipstream.generators.capture.session import Reply
+from slipstream.generators.turns.calls import RecordedReply
 from slipstream.wire.messages.trajectory import Json
 
 _PIECE = 16  # characters of a chunk
 Object = dict[str, Json]
 
 
-class Answer:
-    """A reply as an answer to one kind of request."""
+class ReplyObject:
+    """A reply as the answer to one kind of request."""
 
     name: ClassVar[str]
     name_of_chunk: ClassVar[str]
-    prefix: ClassVar[str]  # of its id
-    last: ClassVar[Object]  # what a choice without text has
+    prefix: ClassVar[str]  # beginning of the id
+    last: ClassVar[Object]  # fields of the last choice, which has no text
 
-    def __init__(self, model: str, reply: Reply, token_text: Callable[[int], str] | None) -> None:
-        """Answer with ``reply``; with the logprobs of its tokens if their texts are known."""
+    def __init__(
+        self, model: str, reply: RecordedReply, token_text: Callable[[int], str] | None
+    ) -> None:
+        """Answer with a reply, and with the logprobs of its tokens if ``token_text`` is given."""
         self._reply = reply
         completion = reply.completion
         self._head: Object = {
@@ -40,11 +42,11 @@ class Answer:
         raise NotImplementedError
 
     def _whole(self) -> Object:
-        """Return what a choice of a whole answer has."""
+        """Return the fields of the choice of a whole answer."""
         raise NotImplementedError
 
     def _pieces(self) -> Iterator[Object]:
-        """Yield what the choices of a stream have."""
+        """Yield the fields of the choices of a stream."""
         raise NotImplementedError
 
     def whole(self) -> Object:
@@ -54,7 +56,7 @@ class Answer:
         return {**self._head, "object": self.name, "choices": [choice], "usage": self._usage}
 
     def chunks(self, *, counts_usage: bool) -> Iterator[Object]:
-        """Yield the answer in pieces."""
+        """Yield the answer in chunks."""
         head = {**self._head, "object": self.name_of_chunk}
         logprobs = self._logprobs
         for piece in self._pieces():
@@ -75,8 +77,8 @@ class Answer:
         return {**counts, "total_tokens": prompt + reply}
 
 
-class ChatAnswer(Answer):
-    """To /v1/chat/completions."""
+class ChatCompletion(ReplyObject):
+    """The answer to /v1/chat/completions."""
 
     name, name_of_chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     last: ClassVar[Object] = {"delta": {}}
@@ -106,8 +108,8 @@ class ChatAnswer(Answer):
             yield {"delta": {"tool_calls": [{"index": index, **call}]}}
 
 
-class TextAnswer(Answer):
-    """To /v1/completions."""
+class TextCompletion(ReplyObject):
+    """The answer to /v1/completions."""
 
     name, name_of_chunk, prefix = "text_completion", "text_completion", "cmpl-"
     last: ClassVar[Object] = {"text": ""}

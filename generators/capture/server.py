@@ -1,7 +1,7 @@
 """OpenAI's API over HTTP, for the trajectories of one generator. A key names the trajectory.
 
-A reply is part of its trajectory once the client has all of it: a client that goes away before
-that ends the generation, or leaves a reply that nobody acted on.
+A reply is part of its trajectory once the client has all of it. A client that disconnects earlier
+ends the generation, or its reply is taken back.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -16,26 +17,34 @@ from aiohttp import web
 
 from slipstream.broker.listening.gate import Limit, limit_of
 from slipstream.broker.listening.http import IDLE_S, HttpServer, bearer, holder_of
-from slipstream.generators.capture.answers import Answer, ChatAnswer, TextAnswer
-from slipstream.generators.capture.off_loop import off_loop
-from slipstream.generators.capture.requests import (
+from slipstream.generators.capture.answers import ChatCompletion, ReplyObject, TextCompletion
+from slipstream.generators.turns.calls import RecordedReply, TrajectoryCalls
+from slipstream.generators.turns.conversation import TrajectoryLimitError
+from slipstream.generators.turns.off_loop import off_loop
+from slipstream.generators.turns.requests import (
     MAX_REQUEST_BYTES,
     BadRequestError,
     ChatRequest,
     TextRequest,
 )
-from slipstream.generators.capture.session import CaptureSession, Reply
-from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 
 _log = logging.getLogger(__name__)
-SHARE = 1 / 2  # descriptors for agents, of all
+SHARE = 1 / 2  # part of all descriptors that agents may use
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
 T = TypeVar("T", ChatRequest, TextRequest)
 
 
+@dataclass(slots=True)
+class _Access:
+    """Access of an agent to its trajectory."""
+
+    calls: TrajectoryCalls
+    in_flight: set[asyncio.Task[object]] = field(default_factory=set)
+
+
 class CaptureServer:
-    """Listens for the clients of all trajectories that are under way."""
+    """Listens for the agents of all trajectories under way."""
 
     def __init__(
         self,
@@ -50,23 +59,23 @@ class CaptureServer:
         """Prepare to serve.
 
         Args:
-            host: to listen at.
-            port: 0 is one of the system's choice.
-            model: the name that replies carry.
-            token_text: the text of one token.
-            limit: of connections; further ones are refused. None is half of the descriptors.
-            idle_s: a connection that asks nothing for this long is closed.
+            host: Address to listen at.
+            port: Port to listen at; 0 is one of the system's choice.
+            model: Name of the model in replies.
+            token_text: Returns the text of one token.
+            limit: Limit of connections; further ones are refused. None is half of the descriptors.
+            idle_s: Time after which a connection without a request is closed.
         """
         self._host = host
         self._port = port
         self._model = model
         self._token_text = token_text
-        self._sessions: dict[str, CaptureSession] = {}
+        self._agents: dict[str, _Access] = {}  # keys are secrets of agents
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        # A client that goes away cancels its generation.
+        # A client that disconnects cancels its generation.
         self._http = HttpServer(
             app,
             limit or limit_of(SHARE),
@@ -74,7 +83,7 @@ class CaptureServer:
             idle_s=idle_s,
             cancels=True,
         )
-        self.url = ""  # of the API, once it listens
+        self.url = ""  # URL of the API, once it listens
 
     async def start(self) -> None:
         """Listen.
@@ -94,19 +103,19 @@ class CaptureServer:
         return self._http.refused.total()
 
     async def close(self) -> None:
-        """Stop listening; what is under way is cancelled."""
+        """Stop listening; cancel requests under way."""
         await self._http.close()
 
-    def open(self, session: CaptureSession) -> str:
-        """Serve a trajectory; return the key of its clients."""
+    def open(self, calls: TrajectoryCalls) -> str:
+        """Serve a trajectory; return the key of its agent."""
         key = secrets.token_hex(24)
-        self._sessions[key] = session
+        self._agents[key] = _Access(calls)
         return key
 
     async def end(self, key: str) -> None:
-        """Serve a trajectory no longer; its calls under way have been taken back then."""
-        session = self._sessions.pop(key, None)
-        tasks = tuple(session.in_flight) if session is not None else ()
+        """Stop serving a trajectory; calls under way are taken back."""
+        agent = self._agents.pop(key, None)
+        tasks = tuple(agent.in_flight) if agent is not None else ()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,65 +124,66 @@ class CaptureServer:
     # ---- requests --------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        if isinstance(session, web.Response):
-            return session
+        agent = self._agent(request)
+        if isinstance(agent, web.Response):
+            return agent
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatRequest, CaptureSession.chat, ChatAnswer)
+        return await self._answer(request, ChatRequest, TrajectoryCalls.chat, ChatCompletion)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, TextRequest, CaptureSession.complete, TextAnswer)
+        return await self._answer(request, TextRequest, TrajectoryCalls.complete, TextCompletion)
 
     async def _answer(
         self,
         request: web.Request,
         kind: type[T],
-        ask: Callable[[CaptureSession, T, int], Awaitable[Reply]],
-        form: type[Answer],
+        ask: Callable[[TrajectoryCalls, T, int], Awaitable[RecordedReply]],
+        form: type[ReplyObject],
     ) -> web.StreamResponse:
-        session = self._session(request)
-        if isinstance(session, web.Response):
-            return session
-        if len(session.in_flight) >= session.conversation.max_turns:  # before it is read
+        agent = self._agent(request)
+        if isinstance(agent, web.Response):
+            return agent
+        calls, most = agent.calls, agent.calls.conversation.max_turns
+        if len(agent.in_flight) >= most:  # before it is read
             return _refusal(
                 429,
-                f"more than {session.conversation.max_turns} calls at a time, which are more than "
-                "a trajectory may have (environment.max_turns)",
+                f"more than {most} calls at a time, which are more than a trajectory may have "
+                "(environment.max_turns)",
                 "too_many_calls",
             )
         task = asyncio.current_task()
         if task is not None:
-            session.in_flight.add(task)
-            task.add_done_callback(session.in_flight.discard)
+            agent.in_flight.add(task)
+            task.add_done_callback(agent.in_flight.discard)
         try:
             body = await request.read()
-            session.refuse_larger(body)
+            calls.refuse_larger(body)
             asked = await off_loop(len(body), msgspec.json.decode, body, type=kind)
-            reply = await ask(session, asked, len(body))
+            reply = await ask(calls, asked, len(body))
         except (msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
             return _refusal(400, f"not a request: {error}", "invalid_request_error")
         except BadRequestError as error:
             return _refusal(400, str(error), "invalid_request_error", param=error.param)
         except TrajectoryLimitError as error:
-            session.reached_limit = True
+            calls.reached_limit = True
             return _refusal(400, str(error), LIMIT_REACHED)
-        except EngineRefusedError as error:  # of this request: the engine is well
+        except EngineRefusedError as error:  # this request alone: the engine works
             return _refusal(400, f"the engine refuses it: {error}", "invalid_request_error")
         except EngineError as error:
-            session.engine_error = error
+            calls.engine_error = error
             return _refusal(503, str(error), "engine_failed")
-        session.keep(reply)  # before the client asks for the next one
+        calls.keep(reply)  # before the client asks for the next one
         texts = self._token_text if asked.wants_logprobs else None
         response = web.StreamResponse()
         try:
             await self._send(response, request, asked, form(self._model, reply, texts))
-        except ConnectionError:  # it went away, as clients do
-            session.abandon(reply)
+        except ConnectionError:  # the client disconnected
+            calls.abandon(reply)
         except asyncio.CancelledError:
-            session.abandon(reply)
+            calls.abandon(reply)
             raise
         return response
 
@@ -182,7 +192,7 @@ class CaptureServer:
         response: web.StreamResponse,
         request: web.Request,
         asked: ChatRequest | TextRequest,
-        answer: Answer,
+        answer: ReplyObject,
     ) -> None:
         if not asked.stream:
             body = json.dumps(answer.whole()).encode()
@@ -197,15 +207,15 @@ class CaptureServer:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 
-    def _session(self, request: web.Request) -> CaptureSession | web.Response:
-        """Return the trajectory of a request, or why it has none."""
-        key = holder_of(bearer(request), self._sessions)
+    def _agent(self, request: web.Request) -> _Access | web.Response:
+        """Return the agent of a request, or the response that refuses it."""
+        key = holder_of(bearer(request), self._agents)
         if not key:
             return _refusal(401, "no such key", "invalid_api_key")
-        session = self._sessions[key]
-        calls = session.conversation.max_turns
-        if self._http.admits(key, request.transport, calls_at_a_time=calls):
-            return session
+        agent = self._agents[key]
+        most = agent.calls.conversation.max_turns
+        if self._http.admits(key, request.transport, calls_at_a_time=most):
+            return agent
         refusal = _refusal(429, "too many connections of one trajectory", "too_many_connections")
         refusal.force_close()
         return refusal

@@ -1,8 +1,8 @@
 """Keeps the process of a trajectory from its loader and from its neighbours, by the kernel.
 
-Each has a PID namespace, mounts and IPC objects of its own, and a filter of system calls. Where the
-loader may choose user ids each has one of its own; elsewhere it has a user namespace of its own. Of
-root's rights it has that to read files, or none (docs/adr/0059).
+Each has a PID namespace, mounts and IPC objects of its own, and a filter of system calls. Each has
+a user id of its own if the loader may choose user ids, else a user namespace of its own. Of root's
+rights it may keep the right to read files (docs/adr/0059).
 """
 
 import ctypes
@@ -40,45 +40,45 @@ _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def keep_memory_private() -> None:
-    """Have no other process of this user read this one's memory, unless it is root."""
+    """Keep other processes of this user, unless it is root, from reading this one's memory."""
     _prctl(_SET_DUMPABLE, 0)
 
 
 class Confinement:
-    """What trajectories of one loader are kept apart by; decided before the first."""
+    """Means that keep the trajectories of one loader apart; chosen before the first."""
 
     def __init__(self, user_ids: range, *, has_namespaces: bool, reads_all: bool) -> None:
-        """Take what keeps them apart.
+        """Take the means.
 
         Args:
-            user_ids: to choose from; none leaves them ours, in a user namespace each if they have
-                namespaces.
-            has_namespaces: a PID namespace each, with mounts and IPC objects of its own.
-            reads_all: we may read all files; it is the one capability that they may keep.
+            user_ids: User ids of trajectories; without any they keep ours, in user namespaces of
+                their own if they have namespaces.
+            has_namespaces: True if each has a PID namespace, with its own mounts and IPC objects.
+            reads_all: True if we may read all files: the one capability that they may keep.
         """
         self._user_ids = user_ids
         self.has_namespaces = has_namespaces
         self._kept = int(reads_all) << _READ_FILES
-        self.goes_on_below = has_namespaces and not user_ids  # as the first of a PID namespace
-        self.gaps: tuple[str, ...] = ()  # what does not hold here
+        self.continues_in_child = has_namespaces and not user_ids  # first of a PID namespace
+        self.gaps: tuple[str, ...] = ()  # ways in which they are not kept apart
         self._home = -1  # descriptor of our PID namespace
         self._is_away = False  # the next fork begins another
 
     @classmethod
     def found(cls) -> "Confinement":
-        """Try what this machine allows, the most first."""
+        """Try what this machine allows, the strictest first."""
         with suppress(ConfigError):
-            _program()  # once, for all that are forked
+            _program()  # once for all forked processes
         status = Path("/proc/self/status").read_text()
         reads_all = bool(_capabilities(status) >> _READ_FILES & 1)
         user_ids = spare_ids(status, Path("/proc/self/uid_map").read_text())
         # An id of its own keeps a trajectory from signalling others and from root's files.
         ids = [user_ids, range(0)] if user_ids else [user_ids]
-        options = [(one, has_namespaces) for one in ids for has_namespaces in (True, False)]
+        options = [(choice, has_namespaces) for choice in ids for has_namespaces in (True, False)]
         refusals: list[str] = []
         while True:
-            one, has_namespaces = options.pop(0)
-            confinement = cls(one, has_namespaces=has_namespaces, reads_all=reads_all)
+            choice, has_namespaces = options.pop(0)
+            confinement = cls(choice, has_namespaces=has_namespaces, reads_all=reads_all)
             *gaps, last = confinement._tried()
             if last == _ENTERED or not options:
                 confinement.gaps = (*gaps, *confinement._shared(), *refusals)
@@ -97,7 +97,7 @@ class Confinement:
             yield "they read no more than what everybody may"
 
     def _tried(self) -> list[str]:
-        """Confine a process; return gaps, at last ``_ENTERED`` or why it could not be."""
+        """Confine a process; return gaps, then ``_ENTERED`` or the reason of the refusal."""
         ours, theirs = socket.socketpair()
         with ours:
             if not os.fork():
@@ -122,28 +122,28 @@ class Confinement:
         return said.splitlines() or ["its process ended"]
 
     def settle(self) -> None:
-        """Have this process, which has one thread, begin PID namespaces from now on.
+        """Let this process, which has one thread, begin PID namespaces from now on.
 
-        Where it needs a user namespace for that it goes on as a child, the first of a PID
-        namespace there; what it was waits for the child and ends as it does.
+        If it needs a user namespace for that, it continues as a child, the first process of a PID
+        namespace; the parent waits for the child and ends with its exit code.
 
         Raises:
             OSError: the kernel refuses.
         """
         if not self.has_namespaces:
             return
-        if self.goes_on_below:
+        if self.continues_in_child:
             _enter_user_namespace(_NEW_PID | _NEW_MOUNTS)
             if pid := os.fork():
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 os._exit(128 - code if code < 0 else code)
             die_with_parent(0)  # 0 is every process outside of a PID namespace
-            with suppress(OSError):  # that of another namespace is a gap later on
+            with suppress(OSError):  # /proc of another namespace will be a gap
                 _mount_proc()
             _set_capabilities(0, permitted=_NAMESPACES)  # so programs and modules have none
         self._home = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        # Before handlers of what is imported later, which may start threads: no other place lets
-        # them.
+        # Registered before handlers of later imports, which may start threads: threads cannot be
+        # started anywhere else.
         os.register_at_fork(after_in_parent=self._go_home)
 
     def fork(self) -> int:
@@ -169,17 +169,17 @@ class Confinement:
                 self._is_away = False
                 os.close(self._home)
         finally:
-            if self.goes_on_below:
+            if self.continues_in_child:
                 _set_capabilities(0, permitted=_NAMESPACES)
         return pid
 
     def _rise(self) -> None:
-        """Put the right to namespaces in effect, where it is not."""
-        if self.goes_on_below:
+        """Put the right to namespaces in effect, if it is not."""
+        if self.continues_in_child:
             _set_capabilities(_NAMESPACES)
 
     def _go_home(self) -> None:
-        """Have the next fork begin no PID namespace; where that fails there is no next one."""
+        """Let the next fork begin no PID namespace; raise if that fails."""
         if self._is_away and _libc.setns(self._home, _NEW_PID) < 0:
             raise RuntimeError(f"setns: {os.strerror(ctypes.get_errno())}")
         self._is_away = False
@@ -188,10 +188,10 @@ class Confinement:
         """Confine this process for good; return gaps.
 
         Args:
-            cover: a folder that it sees empty from now on, if it has mounts of its own.
+            cover: Folder that it sees empty from now on, if it has mounts of its own.
 
         Raises:
-            OSError: the kernel refuses, or the process has a further thread, which would go free.
+            OSError: the kernel refuses, or the process has another thread, which would stay free.
         """
         gaps: list[str] = []
         if len(list(Path("/proc/self/task").iterdir())) > 1:
@@ -221,7 +221,7 @@ class Confinement:
         return gaps
 
     def _become(self, uid: int) -> None:
-        """Become another user, who may read what root may, and write what everybody may."""
+        """Become another user, with root's right to read files and no right to write root's."""
         with suppress(OSError):  # there are fewer
             for capability in range(64):
                 if capability != _READ_FILES:
@@ -236,11 +236,11 @@ class Confinement:
 
 
 def spare_ids(status: str, uid_map: str) -> range:
-    """Return user ids that nobody else has here, none if we may not choose. Pure.
+    """Return unused user ids; an empty range if we may not choose. Pure.
 
     Args:
-        status: text of /proc/self/status.
-        uid_map: text of /proc/self/uid_map.
+        status: Text of /proc/self/status.
+        uid_map: Text of /proc/self/uid_map.
     """
     if _capabilities(status) & _CHOOSE_IDS != _CHOOSE_IDS:
         return range(0)
@@ -248,7 +248,7 @@ def spare_ids(status: str, uid_map: str) -> range:
     first, _, count = max(rows, key=lambda row: row[2], default=(0, 0, 0))
     if first <= _SPARE_IDS.start and _SPARE_IDS.stop <= first + count:
         return _SPARE_IDS
-    upper = range(first + count // 2, first + count - 8)  # a container's: the last is nobody
+    upper = range(first + count // 2, first + count - 8)  # a container's, without the last ones
     return upper if len(upper) >= _FEWEST_IDS else range(0)
 
 
@@ -258,13 +258,13 @@ def _capabilities(status: str) -> int:
 
 
 def _mount_proc() -> None:
-    """Have /proc show the processes of our PID namespace."""
+    """Let /proc show the processes of our PID namespace."""
     proc = _libc.mount(b"proc", b"/proc", b"proc", _NO_PROGRAMS, None)
     _checked(proc, "mount of /proc")
 
 
 def _cover(folder: Path) -> None:
-    """Have a folder be an empty one that nobody writes."""
+    """Cover a folder by an empty one that is read-only."""
     flags = _READ_ONLY | _NO_PROGRAMS
     covered = _libc.mount(b"none", os.fsencode(folder), b"tmpfs", flags, b"size=4k,mode=0755")
     _checked(covered, f"mount of {folder}")
@@ -286,7 +286,7 @@ def _prctl(option: int, value: int, third: int = 0) -> None:
 
 
 def _set_capabilities(effective: int, permitted: int = 0) -> None:
-    """Give up all capabilities but those of masks below 32; those in effect are permitted."""
+    """Give up all capabilities but those of these masks; those in effect are permitted."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     wanted = (ctypes.c_uint32 * 6)(effective, permitted | effective, effective)
     _checked(_libc.capset(header, wanted), "capset")

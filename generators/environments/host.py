@@ -1,8 +1,8 @@
 """Starts an environment's processes, talks to them, measures them and ends them.
 
-One process has the environment imported; it forks one for each trajectory. A trajectory's process
-that takes too long or too much is killed with all that it has started; if the first one ends, all
-of its trajectories fail and another is started.
+One process, the loader, has the environment imported and forks a process for each trajectory. A
+process that takes too long or too much is killed with all that it has started; if the loader ends,
+its trajectories fail and another loader is started.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,15 +45,15 @@ from slipstream.broker.sandbox.process_table import (
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
     Connected,
-    Ended,
     EnvironmentLoaded,
+    EnvironmentNotLoaded,
     Fork,
     Forked,
     FromEnvironment,
     FromLoader,
     Keeping,
     LoadEnvironment,
-    LoadFailed,
+    ProcessEnded,
     ToEnvironment,
     from_environment,
     from_loader,
@@ -69,26 +69,25 @@ _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
 _CONNECT_S = 60.0  # without a sign of life
 _POLL_S = 0.2
-_HELD_EVERY = 5  # measurements: what is held by open files is looked at less often
-_SHARED_TIMES = 4  # memory of one trajectory: files of all in /dev/shm
+_HELD_EVERY = 5  # measurements; memory of open files is measured less often
+_SHARED_TIMES = 4  # memory of a trajectory: size of /dev/shm, for all trajectories
 _KILL_S = 60.0
 _ENDING_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
-_MOST_FIRST_BYTES = 4096  # of a connection that has shown no ticket
-_SHARE, _MOST_WITHOUT_TICKET = 1 / 16, 256  # of the descriptors, and connections at most
+_MOST_FIRST_BYTES = 4096  # limit of the message that shows a ticket
+_SHARE, _MOST_WITHOUT_TICKET = 1 / 16, 256  # share of descriptors, and limit of connections
 _DEVICES = (Path("/dev"), Path("/dev/mapper"), Path("/dev/bsg"))
-_PASSES_COMMANDS = re.compile(
-    r"(sg|ng|nvme|mtd|raw|dax)\d|\d+:\d+:\d+:\d+"
-)  # to a disk, though no block device
+# Devices that pass commands to a disk, though they are no block devices.
+_PASSES_COMMANDS = re.compile(r"(sg|ng|nvme|mtd|raw|dax)\d|\d+:\d+:\d+:\d+")
 _MODULE = "slipstream.generators.environments.loader"
 
 
 class EnvironmentFailedError(SlipstreamError):
-    """An environment cannot go on with a trajectory, and why."""
+    """An environment cannot continue a trajectory, for this reason."""
 
 
 class EnvironmentLostError(EnvironmentFailedError):
-    """What ran a trajectory is gone, through no fault of the trajectory's."""
+    """The server of a trajectory is gone, through no fault of the trajectory."""
 
 
 @dataclass(slots=True)
@@ -97,32 +96,32 @@ class Acting:
 
     number: int
     connected: "asyncio.Future[Any]"
-    failed: "asyncio.Future[Any]"  # why it cannot go on
+    failed: "asyncio.Future[Any]"  # reason why it cannot continue
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
-    pid: int = 0  # as this host sees it; 0 until it has connected, or is looked for
-    started_s: float = 0.0  # of that process
-    forked: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
+    pid: int = 0  # id on this host; 0 until it has connected, or was searched for
+    started_s: float = 0.0  # start of that process
+    forked: asyncio.Event = field(default_factory=asyncio.Event)  # also set if it never will be
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    inner_pid: int = 0  # as the loader sees it
-    keepers: dict[int, float] = field(default_factory=dict)  # pids that run code for it, and starts
-    told_keepers: set[int] = field(default_factory=set)  # as the loader sees them, not yet found
+    inner_pid: int = 0  # id in the loader's namespace
+    keepers: dict[int, float] = field(default_factory=dict)  # start of each keeper, by id
+    new_keepers: set[int] = field(default_factory=set)  # ids in the loader's namespace
 
     async def tell(self, message: ToEnvironment) -> None:
-        """Send it a message."""
+        """Send a message to the process."""
         if self.writer is None:
             raise EnvironmentFailedError("the environment's process is not there")
         try:
             self.writer.write(frame_of(message))
             await self.writer.drain()
         except ConnectionError as error:
-            raise EnvironmentFailedError(self._why(str(error))) from error
+            raise EnvironmentFailedError(self.reason(str(error))) from error
 
     async def hear(self) -> FromEnvironment:
-        """Return its next message.
+        """Return the next message of the process.
 
         Raises:
-            EnvironmentFailedError: there comes none.
+            EnvironmentFailedError: no message comes.
         """
         if self.reader is None:
             raise EnvironmentFailedError("the environment's process is not there")
@@ -133,26 +132,32 @@ class Acting:
                 message: FromEnvironment = reading.result()
                 return message
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError) as error:
-            with suppress(TimeoutError):  # how it ended is known when all below it have ended
+            with suppress(TimeoutError):  # its end is known once all its descendants have ended
                 async with asyncio.timeout(_ENDING_S):
                     await asyncio.shield(self.failed)
-            raise EnvironmentFailedError(self._why(f"it sent nonsense: {error}")) from error
+            raise EnvironmentFailedError(self.reason(f"it sent nonsense: {error}")) from error
         finally:
             reading.cancel()
-        raise EnvironmentFailedError(self._why(""))
+        raise EnvironmentFailedError(self.reason())
 
-    def _why(self, otherwise: str) -> str:
+    def reason(self, otherwise: str = "") -> str:
+        """Return the reason why it failed; ``otherwise`` if it has not failed yet."""
         return str(self.failed.result()) if self.failed.done() else otherwise
+
+    def fail(self, reason: str) -> None:
+        """Record that it cannot continue; the first reason counts."""
+        if not self.failed.done():
+            self.failed.set_result(reason)
 
 
 @dataclass(slots=True)
-class Limits:
-    """Of one trajectory's processes."""
+class ProcessLimits:
+    """Limits of one trajectory's processes."""
 
     memory_mb: int
     max_processes: int
     connect_s: float = _CONNECT_S
-    """Without a sign of life: a process that has not connected then never will."""
+    """Time without a sign of life after which a process has failed to connect."""
 
 
 class EnvironmentHost:
@@ -160,43 +165,36 @@ class EnvironmentHost:
 
     def __init__(
         self,
-        function: str,
-        options: Mapping[str, Json],
-        limits: Limits,
+        load: LoadEnvironment,
+        limits: ProcessLimits,
         *,
-        jailed: bool,
         hide: Sequence[Path],
         environment: Mapping[str, str],
+        folder: Path,
     ) -> None:
-        """Prepare; ``start`` starts."""
+        """Prepare to load an environment; ``folder`` will hold a socket."""
         self.version = ""
         self.drives_itself = False
-        self.may_reward = True  # False: a reward function has to
-        self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by why
-        self._load = LoadEnvironment(
-            function=function,
-            options=dict(options),
-            memory_mb=limits.memory_mb,
-            max_processes=limits.max_processes,
-            apart=jailed,
-        )
+        self.may_reward = True  # False: a reward function must
+        self.replaced: Counter[str] = Counter()  # trajectories' processes killed, by reason
+        self._load = load
         self._limits = limits
-        self._jailed = jailed
+        self._jailed = load.apart
         self._hide = hide
         self._environment = sparing_this_host(environment)
-        self._folder = Path(tempfile.mkdtemp(prefix="se-"))  # short: the path of a socket
+        self._folder = folder
         self._numbers = itertools.count(1)
         self._acting: dict[int, Acting] = {}
         self._by_ticket: dict[str, Acting] = {}
-        self.num_refused = 0  # connections that have shown no ticket
-        self._without_ticket: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self.num_refused = 0  # connections that showed no ticket
+        self._without_ticket: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._limit = limit_of(_SHARE, most=_MOST_WITHOUT_TICKET)
         self._rarely = RateLimitedLog(_log)
         self._loader: ChildProcess | None = None
-        self._is_sealed = False  # the kernel ends what a trajectory has started with it
-        self._is_below = False  # the loader goes on as the one child of what was started
+        self._is_sealed = False  # True: the kernel ends all that a trajectory has started
+        self._is_below = False  # True: the loader is the only child of the started process
         self._ready = asyncio.Event()
-        self._why_not = ""
+        self._refusal = ""  # reason of the last failed start
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -206,7 +204,7 @@ class EnvironmentHost:
         cls,
         function: str,
         options: Mapping[str, Json],
-        limits: Limits,
+        limits: ProcessLimits,
         *,
         jailed: bool = True,
         hide: Sequence[Path] = (),
@@ -214,21 +212,29 @@ class EnvironmentHost:
     ) -> "EnvironmentHost":
         """Import an environment.
 
-        Call it on the main thread: the process dies with the thread that forked it.
+        Call it on the main thread: the loader dies with the thread that forked it.
 
         Args:
             function: ``MODULE:NAME`` or ``FILE.py:NAME``.
-            options: its keyword arguments.
-            limits: of one trajectory.
-            jailed: in a PID namespace, so that nothing is left of it.
-            hide: files and folders that it must not see.
-            environment: its variables.
+            options: Keyword arguments of the function or class.
+            limits: Limits of one trajectory.
+            jailed: True for a PID namespace, so that nothing is left of the loader.
+            hide: Files and folders that the environment must not see.
+            environment: Variables of the loader.
 
         Raises:
-            ConfigError: it cannot be imported, or there is no jail here.
+            ConfigError: the environment cannot be imported, or there is no jail here.
         """
+        load = LoadEnvironment(
+            function=function,
+            options=dict(options),
+            memory_mb=limits.memory_mb,
+            max_processes=limits.max_processes,
+            apart=jailed,
+        )
         hide = [*hide, *raw_disks(os.geteuid()), *own_services()]
-        host = cls(function, options, limits, jailed=jailed, hide=hide, environment=environment)
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="se-")  # short: paths of sockets
+        host = cls(load, limits, hide=hide, environment=environment, folder=Path(folder))
         try:
             if jailed:
                 await asyncio.to_thread(check_jail)
@@ -246,14 +252,14 @@ class EnvironmentHost:
         """Yield the process of a trajectory; afterwards it is killed with all that it started.
 
         Raises:
-            EnvironmentFailedError: it does not start.
+            EnvironmentFailedError: the process does not start.
         """
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await self._ready.wait()
         except TimeoutError:
             raise EnvironmentFailedError(
-                f"the environment does not start: {self._why_not}"
+                f"the environment does not start: {self._refusal}"
             ) from None
         loop = asyncio.get_running_loop()
         number, ticket = next(self._numbers), secrets.token_hex(16)
@@ -273,19 +279,19 @@ class EnvironmentHost:
             await asyncio.shield(self._in_background(self._kill(acting)))
 
     async def _connecting(self, acting: Acting, loader: ChildProcess) -> None:
-        """Wait until a trajectory's process has connected, as long as it shows a sign of life."""
+        """Wait for a trajectory's process to connect, as long as it shows signs of life."""
         ends, patience = {acting.connected, acting.failed}, None
         while True:
             await asyncio.wait(ends, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             if acting.connected.done():
                 return
             if acting.failed.done():
-                raise EnvironmentFailedError(acting._why(""))
+                raise EnvironmentFailedError(acting.reason())
             self._find([acting], process_table())
             patience = patience or Patience(
                 "a trajectory's process to connect",
                 self._limits.connect_s,
-                # Not of its neighbours: a loader that does nothing beside them is to be replaced.
+                # Signs of neighbours do not count: a loader that hangs next to them is replaced.
                 signs_of(lambda: [acting.pid] if acting.pid else self._pids_of(loader), alone=True),
                 log=_log.debug,
             )
@@ -295,7 +301,7 @@ class EnvironmentHost:
                 self.replaced["connect"] += 1
                 raise EnvironmentFailedError(f"its process does not connect: it {patience.why}")
             _log.error("the environment's process does not fork: it %s", patience.why)
-            for pid in loader.pids:  # its end is noticed, and another is started
+            for pid in loader.pids:  # once it has ended, another loader is started
                 kill(pid)
             raise EnvironmentFailedError("the environment's process does not fork")
 
@@ -303,7 +309,7 @@ class EnvironmentHost:
         """Kill all processes."""
         self._closed = True
         for acting in self._acting.values():
-            _fail(acting, "the generator ends")
+            acting.fail("the generator ends")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -315,7 +321,7 @@ class EnvironmentHost:
             writer.transport.abort()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
-    # ---- the process that has it imported ----------------------------------------
+    # ---- the loader --------------------------------------------------------------
 
     async def _start_loader(self) -> None:
         loaded: asyncio.Future[EnvironmentLoaded] = asyncio.get_running_loop().create_future()
@@ -325,19 +331,19 @@ class EnvironmentHost:
             match message:
                 case EnvironmentLoaded() if not loaded.done():
                     loaded.set_result(message)
-                case LoadFailed(message=why) if not loaded.done():
-                    loaded.set_exception(ConfigError(why))
+                case EnvironmentNotLoaded(message=reason) if not loaded.done():
+                    loaded.set_exception(ConfigError(reason))
                 case Forked(number=number, pid=pid):
                     self._forked(number, pid)
                 case Keeping(number=number, pid=pid):
-                    self._told_of(number).told_keepers.add(pid)
-                case Ended(number=number, code=code, why=why):
+                    self._known(number).new_keepers.add(pid)
+                case ProcessEnded(number=number, code=code, reason=reason):
                     if (acting := self._acting.get(number)) is not None:
-                        acting.pid = acting.inner_pid = 0  # another may have them now
+                        acting.pid = acting.inner_pid = 0  # other processes may get these ids
                         acting.forked.set()
                         acting.ended.set()
                         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-                        _fail(acting, why or f"its process ended {how}")
+                        acting.fail(reason or f"its process ended {how}")
                 case _:
                     pass
 
@@ -365,20 +371,20 @@ class EnvironmentHost:
                             "(environment.function)"
                         )
                     )
-            found = loaded.result()
+            facts = loaded.result()
         except BaseException:
             await loader.end()
             raise
-        self.version, self.drives_itself = found.version, found.drives_itself
-        self.may_reward = found.may_reward
-        self._is_sealed, self._is_below = found.is_sealed, found.is_below
-        if found.gaps:
-            _log.warning("trajectories are not wholly apart: %s", "; ".join(found.gaps))
+        self.version, self.drives_itself = facts.version, facts.drives_itself
+        self.may_reward = facts.may_reward
+        self._is_sealed, self._is_below = facts.is_sealed, facts.is_below
+        if facts.gaps:
+            _log.warning("trajectories are not wholly apart: %s", "; ".join(facts.gaps))
         self._loader = loader
         self._ready.set()
 
     def _pids_of(self, loader: ChildProcess) -> list[int]:
-        """Return the process that forks."""
+        """Return the id of the process that forks, in a list; an empty list if it has ended."""
         pids = loader.main_pids
         return children_of(pids[0])[:1] if pids and self._is_below else pids
 
@@ -388,7 +394,7 @@ class EnvironmentHost:
         self.replaced["loader"] += 1
         _log.error("the environment's process ended with code %s and is started again", code)
         for acting in self._acting.values():
-            _fail(acting, "the environment's process ended")
+            acting.fail("the environment's process ended")
         self._in_background(self._replace(loader))
 
     async def _replace(self, loader: ChildProcess) -> None:
@@ -398,7 +404,7 @@ class EnvironmentHost:
             try:
                 await self._start_loader()
             except (ConfigError, OSError) as error:
-                self._why_not = str(error)
+                self._refusal = str(error)
                 _log.error("the environment does not start: %s", error)
                 await asyncio.sleep(min(2.0**failures, _LONGEST_BACKOFF_S))
                 failures += 1
@@ -409,7 +415,7 @@ class EnvironmentHost:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._without_ticket[writer] = None
-        if len(self._without_ticket) > self._limit.most:  # a trajectory's own shows it at once
+        if len(self._without_ticket) > self._limit.most:  # a trajectory's process shows it at once
             self._refuse(next(iter(self._without_ticket)), f"{self._limit.most} of them are open")
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -434,8 +440,8 @@ class EnvironmentHost:
     async def _is_first_of(self, acting: Acting, pid: int) -> bool:
         """True if a process is the one that the loader has forked for a trajectory.
 
-        Tickets can be stolen: out of memory that a loader's forks share, or by who listens in our
-        place.
+        Tickets can be stolen: from memory that a loader's forks share, or by a process that listens
+        in our place.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONNECT_S):
@@ -443,22 +449,22 @@ class EnvironmentHost:
         levels = self._jailed + self._is_below
         return ids_inside([pid], levels=levels).get(acting.inner_pid) == pid != 0
 
-    def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
+    def _refuse(self, writer: asyncio.StreamWriter, reason: str) -> None:
         self.num_refused += 1
         line = "a connection to an environment's socket that shows no ticket is closed: %s"
-        self._rarely.say(line, why)
+        self._rarely.say(line, reason)
         self._without_ticket.pop(writer, None)
         writer.transport.abort()
 
     def _forked(self, number: int, inner_pid: int) -> None:
-        acting = self._told_of(number)
+        acting = self._known(number)
         acting.inner_pid = inner_pid
         acting.forked.set()
         if not acting.connected.done():
-            acting.pid = 0  # of who forked it
+            acting.pid = 0  # it was that of the process that forked it
 
-    def _told_of(self, number: int) -> Acting:
-        """Return the process of a trajectory; one that is over is killed again."""
+    def _known(self, number: int) -> Acting:
+        """Return the process of a trajectory; kill it if the trajectory has ended."""
         if number not in self._acting:
             loop = asyncio.get_running_loop()
             acting = Acting(number, loop.create_future(), loop.create_future())
@@ -466,25 +472,28 @@ class EnvironmentHost:
             self._in_background(self._kill(acting))
         return self._acting[number]
 
-    def _find(self, several: Iterable[Acting], table: Mapping[int, ProcessRow]) -> None:
-        """Find processes that the loader has told of; forget keepers that have ended."""
-        several = list(several)
+    def _find(self, processes: Collection[Acting], table: Mapping[int, ProcessRow]) -> None:
+        """Find processes that the loader has reported; forget keepers that have ended."""
         seen: dict[int, int] = {}
         if self._loader is not None and any(
-            one.told_keepers or (one.inner_pid and not one.pid) for one in several
+            acting.new_keepers or (acting.inner_pid and not acting.pid) for acting in processes
         ):
             family = descendants(self._loader.pids[0], children_by_parent(table))
             seen = ids_inside(family, levels=self._jailed + self._is_below)
-        for one in several:
-            if not one.pid and (pid := seen.get(one.inner_pid, 0)):
-                one.pid, one.started_s = pid, table[pid].started_s
-            found = [seen[pid] for pid in one.told_keepers & seen.keys()]
-            one.keepers |= {pid: table[pid].started_s for pid in found}
-            one.keepers = {pid: s for pid, s in one.keepers.items() if _is(pid, s, table)}
-            one.told_keepers.clear()  # others began before the table was read, and have ended
+        for acting in processes:
+            if not acting.pid and (pid := seen.get(acting.inner_pid, 0)):
+                acting.pid, acting.started_s = pid, table[pid].started_s
+            new = [seen[pid] for pid in acting.new_keepers & seen.keys()]
+            acting.keepers |= {pid: table[pid].started_s for pid in new}
+            acting.keepers = {
+                pid: started_s
+                for pid, started_s in acting.keepers.items()
+                if pid in table and table[pid].started_s == started_s
+            }
+            acting.new_keepers.clear()  # others began before the table was read, and have ended
 
     async def _kill(self, acting: Acting) -> None:
-        """Kill a trajectory's process, those that run code for it, and all below them."""
+        """Kill a trajectory's process, its keepers, and all that these have started."""
         deadline_s = time.monotonic() + _KILL_S
         while not await self._ended_whole(acting) and (started := self._started(acting)):
             left = await kill_all(started, timeout_s=deadline_s - time.monotonic())
@@ -495,7 +504,7 @@ class EnvironmentHost:
         self._acting.pop(acting.number, None)
 
     async def _ended_whole(self, acting: Acting) -> bool:
-        """Kill the process of a trajectory; True if that was the end of all it had started.
+        """Kill the process of a trajectory; return True if that ended all it had started.
 
         The kernel ends a PID namespace before its first process.
         """
@@ -507,15 +516,15 @@ class EnvironmentHost:
             with suppress(TimeoutError):  # the loader is busy, or gone
                 async with asyncio.timeout(_POLL_S):
                     await acting.ended.wait()
-        return acting.ended.is_set() and not acting.keepers and not acting.told_keepers
+        return acting.ended.is_set() and not acting.keepers and not acting.new_keepers
 
     def _started(self, acting: Acting) -> dict[int, float]:
-        """Return what runs of a trajectory, with its start times."""
+        """Return the running processes of a trajectory with their start times."""
         table = process_table()
         self._find([acting], table)
         children = children_by_parent(table)
         family = {acting.pid, *acting.keepers} - {0}
-        family |= {pid for one in family for pid in descendants(one, children)}
+        family |= {pid for root in family for pid in descendants(root, children)}
         rows = [table[pid] for pid in family if pid in table]
         return {row.pid: row.started_s for row in rows if not row.is_zombie}
 
@@ -542,20 +551,20 @@ class EnvironmentHost:
         looks: bool,
     ) -> None:
         family = [acting.pid, *descendants(acting.pid, children)]
-        sandboxed = [one for pid in acting.keepers for one in descendants(pid, children)]
+        sandboxed = [pid for keeper in acting.keepers for pid in descendants(keeper, children)]
         family += sandboxed  # keepers themselves are ours
         used = usage_of(family, table)
         limits = self._limits
         held = held_bytes(family) + sandboxes_bytes(sandboxed) if looks else 0
         if used.rss_bytes + held > limits.memory_mb << 20:
             self.replaced["memory"] += 1
-            why = f"took more than environment.memory_mb = {limits.memory_mb}"
+            reason = f"took more than environment.memory_mb = {limits.memory_mb}"
         elif used.num_tasks > limits.max_processes:
             self.replaced["processes"] += 1
-            why = f"has more than environment.max_processes = {limits.max_processes}"
+            reason = f"has more than environment.max_processes = {limits.max_processes}"
         else:
             return
-        _fail(acting, f"killed: it {why}")
+        acting.fail(f"killed: it {reason}")
 
     def _in_background(self, job: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(job)
@@ -567,7 +576,7 @@ class EnvironmentHost:
 async def read_message(
     reader: asyncio.StreamReader, *, most: int = MAX_OBSERVATION_BYTES
 ) -> FromEnvironment:
-    """Return the next message on a stream, of so many bytes at most."""
+    """Return the next message on a stream, of ``most`` bytes at most."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > most:
         raise ConnectionError(f"a message of {length} bytes, at most {most}")
@@ -575,37 +584,27 @@ async def read_message(
 
 
 def raw_disks(uid: int, folders: Iterable[Path] = _DEVICES) -> list[Path]:
-    """Return devices in which a user could read hidden files: root's, who may read all."""
+    """Return devices in which a user could read hidden files: only root may read them."""
     if uid:
         return []
     nodes = [node for folder in folders if folder.is_dir() for node in folder.iterdir()]
-    return [one for one in nodes if one.is_block_device() or _PASSES_COMMANDS.match(one.name)]
+    return [node for node in nodes if node.is_block_device() or _PASSES_COMMANDS.match(node.name)]
 
 
 def own_services() -> list[Path]:
-    """Return folders of sockets at which programs of our user do what they are asked outside.
+    """Return folders of sockets at which programs of our user take orders from trajectories.
 
-    Root's trajectories have no right to connect there.
+    Trajectories of root have no right to connect there.
     """
     uid = os.geteuid()
     return [Path(f"/run/user/{uid}"), Path(f"/tmp/tmux-{uid}")] if uid else []  # noqa: S108
 
 
-def _is(pid: int, started_s: float, table: Mapping[int, ProcessRow]) -> bool:
-    """True if a process runs, and no other has its id by now."""
-    return pid in table and table[pid].started_s == started_s
-
-
 def _peer(writer: asyncio.StreamWriter) -> int:
-    """Return the process id of whoever connected, as this host sees it."""
+    """Return the id on this host of the process that connected."""
     connection = writer.get_extra_info("socket")
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     )
     return pid if pid != os.getpid() else 0
-
-
-def _fail(acting: Acting, why: str) -> None:
-    if not acting.failed.done():
-        acting.failed.set_result(why)

@@ -18,19 +18,19 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class LoadedEnvironment:
-    """An environment that trajectories can be begun with."""
+    """An imported environment."""
 
     version: str
     make: Callable[[], Environment] | None  # None: it drives itself
     rollout: Callable[..., Any] | None
-    may_reward: bool = True  # False: it has the step of the base class, which never does
+    may_reward: bool = True  # False: its step is that of the base class, without rewards
 
 
 def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironment:
-    """Return what ``MODULE:NAME`` or ``FILE.py:NAME`` names.
+    """Return the environment that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
 
     Raises:
-        ConfigError: there is no such thing, it takes no such options, or a tool has no schema.
+        ConfigError: it does not exist, does not take these options, or a tool has no schema.
     """
     where, colon, attribute = name.rpartition(":")
     if not (colon and where and attribute):
@@ -55,7 +55,7 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
                 "a method step, or `async def rollout(client, prompt)`"
             )
         _prepare(getattr(module, "prepare", None), name, options)
-        return LoadedEnvironment(version, None, lambda *given: target(*given, **options))
+        return LoadedEnvironment(version, None, lambda *arguments: target(*arguments, **options))
     _check_class(target, name, options)
     made: Any = target  # a class of the user, which need not be a subclass
     may_reward = getattr(target, "step", None) is not Environment.step
@@ -64,8 +64,8 @@ def load_environment(name: str, options: Mapping[str, Json]) -> LoadedEnvironmen
 
 def _check_class(target: Any, name: str, options: Mapping[str, Json]) -> None:  # noqa: ANN401
     for method in ("reset", "step", "call", "close"):
-        found = getattr(target, method, None) or getattr(Environment, method)
-        if not inspect.iscoroutinefunction(found):
+        function = getattr(target, method, None) or getattr(Environment, method)
+        if not inspect.iscoroutinefunction(function):
             raise ConfigError(f"{_SETTING}.function {name!r}: its method {method} is not async")
     if not callable(getattr(target, "step", None)):
         raise ConfigError(f"{_SETTING}.function {name!r} is a class without a method step")

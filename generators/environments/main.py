@@ -63,11 +63,8 @@ def _main() -> int:
     start_logging("environment", logs)
     from slipstream.generators.environments.remote.service import serve
 
-    def body() -> int:
-        asyncio.run(serve(settings, address, most=arguments.most, hide=hidden))
-        return 0
-
-    return body()
+    asyncio.run(serve(settings, address, most=arguments.most, hide=hidden))
+    return 0
 
 
 def _check(settings: EnvironmentSection, most: int) -> None:

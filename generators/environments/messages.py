@@ -1,6 +1,6 @@
-"""Messages between a generator, the process that has an environment loaded, and trajectories' own.
+"""Messages between a generator, the loader of its environment, and processes of trajectories.
 
-The first forks a process for each trajectory, which connects to the generator by itself.
+The loader forks a process for each trajectory, which connects to the generator by itself.
 """
 
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from slipstream.wire.messages.bounds import (
 from slipstream.wire.messages.trajectory import Json, Prompt
 
 MAX_OBSERVATION_BYTES = 8 << 20
-"""Of a message from an environment: a longer one ends its trajectory."""
+"""Limit of a message from an environment: a longer one ends its trajectory."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -33,33 +33,33 @@ class LoadEnvironment(_Message, frozen=True):
 
     function: Text  # MODULE:NAME or FILE.py:NAME
     options: ByName[Json]
-    memory_mb: Count  # of a trajectory
-    max_processes: Count  # the same
-    apart: bool = True  # trajectories from each other
+    memory_mb: Count  # limit of a trajectory
+    max_processes: Count  # limit of a trajectory
+    apart: bool = True  # keep trajectories from each other
 
 
 class EnvironmentLoaded(_Message, frozen=True):
-    """It is there."""
+    """The environment is imported."""
 
-    version: Text  # hash of its file, or as it declares
-    drives_itself: bool  # a function with a client of its own
+    version: Text  # declared version, else hash of its file
+    drives_itself: bool  # True: a function with a client of its own
     may_reward: bool = True
-    gaps: Several[Text] = ()  # what does not keep trajectories apart here
-    is_sealed: bool = False  # the kernel ends what a trajectory has started with it
-    is_below: bool = False  # in a PID namespace of its own, as the one child of what was started
+    gaps: Several[Text] = ()  # ways in which trajectories are not kept apart here
+    is_sealed: bool = False  # True: the kernel ends all that a trajectory has started
+    is_below: bool = False  # True: the loader is the only child of the started process
 
 
-class LoadFailed(_Message, frozen=True):
-    """It is not, and why."""
+class EnvironmentNotLoaded(_Message, frozen=True):
+    """The environment cannot be imported, for this reason."""
 
     message: Text
 
 
 class Fork(_Message, frozen=True):
-    """Start a process for a trajectory, which connects to ``address`` and shows ``ticket``."""
+    """Start a trajectory's process, which connects to ``address`` and shows ``ticket``."""
 
     number: Count
-    address: Text  # of a Unix socket
+    address: Text  # path of a Unix socket
     ticket: Name
 
 
@@ -77,12 +77,12 @@ class Keeping(_Message, frozen=True):
     pid: Count  # in the loader's namespace
 
 
-class Ended(_Message, frozen=True):
+class ProcessEnded(_Message, frozen=True):
     """The process of a trajectory has ended."""
 
     number: Count
     code: Number  # exit code, or -N after signal N
-    why: Text = ""  # it did not start
+    reason: Text = ""  # why it did not start
 
 
 class Connected(_Message, frozen=True):
@@ -91,45 +91,45 @@ class Connected(_Message, frozen=True):
     ticket: Name
 
 
-class Begin(_Message, frozen=True):
+class BeginTrajectory(_Message, frozen=True):
     """Reset the environment, or run the function."""
 
     prompt: Prompt
-    url: Name = ""  # of the endpoint, for a function that drives itself
+    url: Name = ""  # endpoint for a function that drives itself
     api_key: Name = ""
 
 
 class Turned(_Message, frozen=True):
-    """What the environment says; without messages it is done."""
+    """Messages of the environment; without any the trajectory is done."""
 
     messages: Several[ByName[Json]]
-    tools: Several[ByName[Json]] = ()  # with the first messages
-    reward: Reward | None = None  # of the turn before; of all if it drives itself
-    turn_rewards: Several[Reward] | None = None  # of each reply, if it drives itself
+    tools: Several[ByName[Json]] = ()  # sent with the first messages
+    reward: Reward | None = None  # reward of the last reply, or of all if it drives itself
+    turn_rewards: Several[Reward] | None = None  # rewards of each reply, if it drives itself
     done: bool = False
     parts: ByName[Figure] = {}
 
 
 class Replied(_Message, frozen=True):
-    """What the policy said."""
+    """A reply of the policy."""
 
     text: Body
-    tool_calls: Several[ByName[Json]]  # as of OpenAI's API
+    tool_calls: Several[ByName[Json]]  # tool calls of OpenAI's API
     finish_reason: Name
     num_tokens: Count
     thought: Body = ""
-    num_unreadable: Count = 0  # calls that remain in the text
+    num_unreadable: Count = 0  # unreadable calls, which remain in the text
 
 
 class Unable(_Message, frozen=True):
-    """The environment cannot go on, and why."""
+    """The environment cannot continue, for this reason."""
 
     reason: Text
 
 
 ToLoader: TypeAlias = LoadEnvironment | Fork
-FromLoader: TypeAlias = EnvironmentLoaded | LoadFailed | Forked | Keeping | Ended
-ToEnvironment: TypeAlias = Begin | Replied
+FromLoader: TypeAlias = EnvironmentLoaded | EnvironmentNotLoaded | Forked | Keeping | ProcessEnded
+ToEnvironment: TypeAlias = BeginTrajectory | Replied
 FromEnvironment: TypeAlias = Connected | Turned | Unable
 
 to_loader: msgspec.msgpack.Decoder[ToLoader] = msgspec.msgpack.Decoder(ToLoader)

@@ -1,4 +1,4 @@
-"""One trajectory of several turns: environment and policy in turns, until one of them is done."""
+"""One trajectory of several turns: environment and policy alternate until one of them is done."""
 
 import asyncio
 from collections import Counter
@@ -7,20 +7,20 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from slipstream.generators.capture.off_loop import LARGE_BYTES
-from slipstream.generators.capture.requests import ChatRequest, content_text
 from slipstream.generators.capture.server import LIMIT_REACHED, CaptureServer
-from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.messages import (
-    Begin,
+    BeginTrajectory,
     FromEnvironment,
     Replied,
     ToEnvironment,
     Turned,
     Unable,
 )
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.generators.turns.conversation import TrajectoryLimitError
+from slipstream.generators.turns.off_loop import LARGE_BYTES
+from slipstream.generators.turns.requests import ChatRequest, content_text
 from slipstream.wire.messages.trajectory import Json, Prompt
 from slipstream.wire.thoughts import THINK, THINK_ENDS
 
@@ -31,113 +31,114 @@ class ActingProcess(Protocol):
     """The process of one trajectory, here or on another host."""
 
     async def tell(self, message: ToEnvironment, /) -> None:
-        """Send it a message; it answers each with one."""
+        """Send a message; the process answers each with one."""
         ...
 
     async def hear(self) -> FromEnvironment:
-        """Return its next message.
+        """Return the next message of the process.
 
         Raises:
-            EnvironmentFailedError: there comes none.
+            EnvironmentFailedError: no message comes.
         """
         ...
 
 
 class Environments(Protocol):
-    """What runs an environment's processes: an EnvironmentHost, or servers on other hosts."""
+    """Runner of an environment's processes: an EnvironmentHost, or servers on other hosts."""
 
     version: str
     drives_itself: bool
-    may_reward: bool  # False: a reward function has to
+    may_reward: bool  # False: a reward function must
     replaced: Counter[str]
 
     def trajectory(self) -> AbstractAsyncContextManager[ActingProcess]:
         """Yield the process of a trajectory; afterwards nothing is left of it.
 
         Raises:
-            EnvironmentFailedError: it does not start.
+            EnvironmentFailedError: the process does not start.
         """
         ...
 
     async def close(self) -> None:
-        """End all."""
+        """End all processes."""
         ...
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What came of a trajectory, besides its tokens."""
+class TrajectoryOutcome:
+    """Result of a trajectory, besides its tokens."""
 
     ended_by: EndedBy
-    messages: list[dict[str, Json]]  # all that was said, in order
+    messages: list[dict[str, Json]]  # messages of both sides, in order
     rewards: list[float | None] = field(default_factory=list)
-    """Of each reply in the order of time, None where none was given; empty if of none."""
-    total: float | None = None  # where the environment gave one besides
+    """Rewards of the replies in the order of time, or empty; None where a reply has no reward."""
+    total: float | None = None  # reward of the whole trajectory, if the environment gave one
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def has_turn_rewards(self) -> bool:
         """True if the environment gave a reward for a reply."""
-        return any(one is not None for one in self.rewards)
+        return any(reward is not None for reward in self.rewards)
 
     @property
     def reward(self) -> float | None:
-        """Of all; the sum over replies if none was given, None if they have none either."""
+        """Reward of the trajectory: the total, else the sum over replies; None without either."""
         if self.total is not None or not self.has_turn_rewards:
             return self.total
-        return sum(one or 0.0 for one in self.rewards)
+        return sum(reward or 0.0 for reward in self.rewards)
 
 
 async def run_trajectory(
     host: Environments,
-    session: CaptureSession,
+    calls: TrajectoryCalls,
     prompt: Prompt,
     *,
     timeout_s: float,
     server: CaptureServer | None = None,
-) -> Outcome:
-    """Run one trajectory; its tokens are in ``session.conversation``.
+) -> TrajectoryOutcome:
+    """Run one trajectory; its tokens are in ``calls.conversation``.
 
     Args:
-        host: of the environment.
-        session: of this trajectory.
-        prompt: that it begins with.
-        timeout_s: for all of it, engine and environment together.
-        server: where an agent that drives itself finds the policy.
+        host: Runs the environment's processes.
+        calls: Calls of this trajectory.
+        prompt: First prompt.
+        timeout_s: Limit of the whole trajectory, engine and environment together.
+        server: Endpoint at which an agent that drives itself reaches the policy.
 
     Raises:
-        EnvironmentFailedError: the environment cannot go on: no reward, and none of 0.
+        EnvironmentFailedError: the environment failed; no reward is given, not even 0.
         EngineError: the engine failed.
     """
     try:
-        async with asyncio.timeout(timeout_s), host.trajectory() as acting:
+        async with asyncio.timeout(timeout_s), host.trajectory() as process:
             if host.drives_itself:
-                return await _driven(acting, session, prompt, server)
-            return await _in_turns(acting, session, prompt)
+                return await _driven(process, calls, prompt, server)
+            return await _in_turns(process, calls, prompt)
     except TimeoutError:
         raise EnvironmentFailedError(
             f"a trajectory took longer than environment.timeout_s = {timeout_s:g}"
         ) from None
 
 
-async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prompt) -> Outcome:
-    await acting.tell(Begin(prompt=prompt))
-    turned = await _turned(acting)
+async def _in_turns(
+    process: ActingProcess, calls: TrajectoryCalls, prompt: Prompt
+) -> TrajectoryOutcome:
+    await process.tell(BeginTrajectory(prompt=prompt))
+    turned = _as_turned(await process.hear())
     if not turned.messages:
         raise EnvironmentFailedError("reset returned no message")
-    said: list[dict[str, Json]] = []
-    outcome, tools = Outcome("environment", said), list(turned.tools) or None
+    outcome, tools = TrajectoryOutcome("environment", []), list(turned.tools) or None
     while True:
-        asked = [*said, *turned.messages]
+        asked = [*outcome.messages, *turned.messages]
         try:
             request = ChatRequest(messages=asked, tools=tools)
-            reply = await session.chat(request, _size(asked, tools))
+            reply = await calls.chat(request, _size(asked, tools))
         except TrajectoryLimitError as error:
-            outcome.ended_by = _limit_of(session, str(error))
+            outcome.ended_by = _limit_of(calls, str(error))
             return outcome
-        session.keep(reply)
-        said[:] = [*asked, reply.message]
-        await acting.tell(
+        calls.keep(reply)
+        outcome.messages = [*asked, reply.message]
+        await process.tell(
             Replied(
                 text=reply.text,
                 tool_calls=tuple(reply.tool_calls),
@@ -147,7 +148,7 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
                 num_tokens=len(reply.completion.token_ids),
             )
         )
-        turned = await _turned(acting)
+        turned = _as_turned(await process.hear())
         outcome.rewards.append(turned.reward)
         outcome.parts |= turned.parts
         if turned.done or not turned.messages:
@@ -155,63 +156,55 @@ async def _in_turns(acting: ActingProcess, session: CaptureSession, prompt: Prom
 
 
 def _size(messages: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None) -> int:
-    """Return how many characters messages have; those with more than text count as many."""
-    values = [value for one in messages for value in one.values()]
-    is_text = not tools and all(isinstance(one, str) for one in values)
+    """Return how many characters messages have; messages with more than text count as large."""
+    values = [value for message in messages for value in message.values()]
+    is_text = not tools and all(isinstance(value, str) for value in values)
     return sum(map(len, values)) if is_text else LARGE_BYTES
 
 
 async def _driven(
-    acting: ActingProcess, session: CaptureSession, prompt: Prompt, server: CaptureServer | None
-) -> Outcome:
+    process: ActingProcess, calls: TrajectoryCalls, prompt: Prompt, server: CaptureServer | None
+) -> TrajectoryOutcome:
     if server is None:
         raise EnvironmentFailedError("there is no endpoint for an agent that drives itself")
-    key = server.open(session)
+    key = server.open(calls)
     try:
-        begin = Begin(prompt=prompt, url=server.url, api_key=key)
-        await acting.tell(begin)
-        message = await acting.hear()
+        begin = BeginTrajectory(prompt=prompt, url=server.url, api_key=key)
+        await process.tell(begin)
+        message = await process.hear()
     finally:
         await server.end(key)
-    if isinstance(message, Unable) and session.reached_limit and LIMIT_REACHED in message.reason:
-        return Outcome(_limit_of(session, message.reason), said_in(session))
-    if isinstance(message, Unable) and session.engine_error is not None:
-        raise session.engine_error
+    history = [dict(message) for message in calls.newest_history]
+    if isinstance(message, Unable) and calls.reached_limit and LIMIT_REACHED in message.reason:
+        return TrajectoryOutcome(_limit_of(calls, message.reason), history)
+    if isinstance(message, Unable) and calls.engine_error is not None:
+        raise calls.engine_error
     turned = _as_turned(message)
-    count, given = session.conversation.num_turns, turned.turn_rewards
+    count, rewards = calls.conversation.num_turns, turned.turn_rewards
     if not count:
         raise EnvironmentFailedError("it asked the policy for nothing")
-    if given is not None and len(given) != count:
+    if rewards is not None and len(rewards) != count:
         raise EnvironmentFailedError(
-            f"its turn_rewards has {len(given)} numbers, and the policy gave {count} replies"
+            f"its turn_rewards has {len(rewards)} numbers, and the policy gave {count} replies"
         )
-    return Outcome(
+    return TrajectoryOutcome(
         "environment",
-        said_in(session),
-        rewards=list(given or ()),
+        history,
+        rewards=list(rewards or ()),
         total=turned.reward,
         parts=dict(turned.parts),
     )
 
 
-def _limit_of(session: CaptureSession, why: str) -> EndedBy:
-    """Return which limit ended a trajectory, which goes on as far as it came.
+def _limit_of(calls: TrajectoryCalls, reason: str) -> EndedBy:
+    """Return the limit that ended a trajectory; its turns until then are used.
 
     Raises:
-        EnvironmentFailedError: it did not begin.
+        EnvironmentFailedError: the trajectory has no turn.
     """
-    if not session.conversation.num_turns:
-        raise EnvironmentFailedError(f"the first prompt is too long: {why}")
-    return "turns" if session.conversation.is_full else "tokens"
-
-
-def said_in(session: CaptureSession) -> list[dict[str, Json]]:
-    """Return the newest history of a client, with the reply to it."""
-    return [dict(message) for message in session.newest_messages]
-
-
-async def _turned(acting: ActingProcess) -> Turned:
-    return _as_turned(await acting.hear())
+    if not calls.conversation.num_turns:
+        raise EnvironmentFailedError(f"the first prompt is too long: {reason}")
+    return "turns" if calls.conversation.is_full else "tokens"
 
 
 def _as_turned(message: FromEnvironment) -> Turned:
@@ -223,14 +216,13 @@ def _as_turned(message: FromEnvironment) -> Turned:
 
 
 def transcript_text(messages: Sequence[Json]) -> str:
-    """Return all that was said after the first question, for reward functions and people."""
+    """Return messages as a text for reward functions and people."""
     lines = []
     for message in messages:
-        calls = message.get("tool_calls") or ()
         thought = message.get("reasoning_content")
-        said = [f"{THINK}{thought}{THINK_ENDS}" if thought and isinstance(thought, str) else ""]
-        said += [content_text(message.get("content"))]
-        functions = [one["function"] for one in calls]
-        said += [f"{one['name']}({one.get('arguments') or '{}'})" for one in functions]
-        lines.append(f"{message['role']}: " + "\n".join(part for part in said if part))
+        parts = [f"{THINK}{thought}{THINK_ENDS}" if thought and isinstance(thought, str) else ""]
+        parts += [content_text(message.get("content"))]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        parts += [f"{called['name']}({called.get('arguments') or '{}'})" for called in functions]
+        lines.append(f"{message['role']}: " + "\n".join(filter(None, parts)))
     return "\n".join(lines)

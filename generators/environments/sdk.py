@@ -17,10 +17,10 @@ arguments of the class. Instead of a class it may be one function that drives an
 
     async def rollout(client: openai.AsyncOpenAI, prompt: Prompt, **options) -> float: ...
 
-All that the client is asked is recorded, and its replies are trained with the returned reward. It
-may return a mapping instead: ``score`` is the reward, ``turn_rewards`` a list of one for each reply
-in the order in which they came (without a score the reward is their sum), and other numbers are
-metrics. A function ``prepare(**options)`` beside it is as ``Environment.prepare``.
+All requests to the client are recorded, and its replies are trained with the returned reward. The
+function may return a mapping instead: ``score`` is the reward, ``turn_rewards`` a list of rewards
+for each reply in the order of time (without a score the reward is their sum), and other numbers are
+metrics. A function ``prepare(**options)`` in the same module works as ``Environment.prepare``.
 """
 
 import inspect
@@ -51,7 +51,7 @@ _LONGEST_SHOWN = 200
 
 
 class Unavailable(Exception):  # noqa: N818 it is a result, not a fault
-    """Raised by an environment that cannot go on now, with the reason: it is tried elsewhere."""
+    """Raised by an environment that cannot continue: the trajectory is tried elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said in one turn."""
+    """The policy's reply in one turn."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "stop"  # or length: it was cut off
     num_tokens: int = 0
-    thought: str = ""  # where environment.reasoning_parser is set; it is no part of the text
-    num_unreadable: int = 0  # calls of tools that could not be read: they are in the text
+    thought: str = ""  # not part of the text; set with environment.reasoning_parser
+    num_unreadable: int = 0  # unreadable tool calls, which remain in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +80,18 @@ class Step:
     """What follows a reply."""
 
     messages: Messages = ()
-    reward: float | None = None  # of this turn: they are added up, and known to the learner apart
+    reward: float | None = None  # reward of this turn; the learner gets each and their sum
     done: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers, for metrics
 
 
 class DescribedTool:
-    """A tool whose arguments a JSON schema describes, where types of a function cannot."""
+    """A tool whose arguments are described by a JSON schema instead of a function's types."""
 
     def __init__(
         self, name: str, description: str, parameters: Mapping[str, Json], run: Tool
     ) -> None:
-        """Take what is called with keyword arguments, and may be async."""
+        """Take a function with keyword arguments, which may be async."""
         self.__name__ = name
         self.description = description
         self.parameters = parameters
@@ -103,38 +103,38 @@ class DescribedTool:
 
 
 class Environment:
-    """Base of environments: overwrite ``step``, and what else is wanted."""
+    """Base of environments: override ``step``, and other methods as needed."""
 
     tools: Sequence[Tool] = ()
-    """Functions that the policy may call; typed, as their JSON schemas are made of that."""
+    """Functions that the policy may call; their JSON schemas are made from their types."""
 
     @classmethod
     def prepare(cls, **options: Any) -> None:  # noqa: ANN401 as the class takes them
-        """Check the options, once and before any trajectory; import what is slow to.
+        """Check the options, once and before any trajectory; do slow imports.
 
-        What it starts must have ended when it returns: processes are forked after it.
+        All that it starts must have ended when it returns, because processes are forked after it.
 
         Raises:
             ValueError: an option is wrong, or something is missing; the run does not start.
         """
 
     async def reset(self, prompt: Prompt) -> Messages:
-        """Begin: return the first messages. By default they are the prompt's."""
+        """Begin, and return the first messages: by default those of the prompt."""
         return prompt.prompt
 
     async def step(self, reply: Reply) -> Step | Messages:
         """Answer a reply; messages alone are a step without reward.
 
-        By default calls of tools are carried out, and a reply without any ends the trajectory.
+        By default tool calls are carried out, and a reply without any ends the trajectory.
         """
         if not reply.tool_calls:
             return Step(done=True)
         return Step(messages=[await self.call(call) for call in reply.tool_calls])
 
     async def call(self, call: ToolCall) -> dict[str, Json]:
-        """Carry out a call of a tool; return its result as a message.
+        """Carry out a tool call; return its result as a message.
 
-        What the tool raises is the result, for the policy to read; ``Unavailable`` passes.
+        An error of the tool is the result, which the policy reads; ``Unavailable`` is raised.
         """
         tools = {tool.__name__: tool for tool in self.tools}
         result: object = f"error: there is no tool {call.name}, only {', '.join(tools) or 'none'}"
@@ -169,7 +169,8 @@ def schema_of(tool: Tool) -> dict[str, Json]:
     """Return a tool as OpenAI's API describes it: name, first line of its docstring, arguments.
 
     Raises:
-        ValueError: an argument has no type, or one that JSON does not have; its schema is none.
+        ValueError: an argument has no type, or a type that JSON does not have, or the schema is
+            malformed.
     """
     if isinstance(tool, DescribedTool):
         return _described(tool)
@@ -197,7 +198,7 @@ def _described(tool: DescribedTool) -> dict[str, Json]:
         raise ValueError(f"tool {tool.__name__}: expected a JSON schema of an object, got {shown}")
     properties = parameters.get("properties", {})
     if not isinstance(properties, Mapping) or not all(
-        isinstance(one, Mapping | bool) for one in properties.values()
+        isinstance(schema, Mapping | bool) for schema in properties.values()
     ):
         raise ValueError(f"tool {tool.__name__}: properties of its schema hold no schemas")
     function = {
@@ -217,7 +218,7 @@ def _schema(hint: object, where: str) -> dict[str, Json]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(arguments[1], where)}
     if arguments and type(None) in arguments:
-        return {"anyOf": [_schema(one, where) for one in arguments]}
+        return {"anyOf": [_schema(argument, where) for argument in arguments]}
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
     raise ValueError(f"{where} has a type that JSON does not have: {hint}")

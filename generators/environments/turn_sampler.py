@@ -1,4 +1,4 @@
-"""The siblings of a group as trajectories of several turns, each in an environment of its own."""
+"""Siblings of a group as trajectories of several turns, each in an environment of its own."""
 
 import itertools
 import logging
@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession, Reply
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.local import local_environments
@@ -16,15 +15,16 @@ from slipstream.generators.environments.remote.link import EnvironmentServers
 from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.rollout import (
     Environments,
-    Outcome,
+    TrajectoryOutcome,
     run_trajectory,
     transcript_text,
 )
 from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Sampler, Submission, packed
 from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.turns.calls import RecordedReply, TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
-from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ReplyParser
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.keys import read_client_key
@@ -38,22 +38,22 @@ _log = logging.getLogger(__name__)
 _LISTEN = "127.0.0.1"
 _MODEL = "policy"
 _REMEMBERED = 100  # trajectories
-_SERVER_PATIENCE_S = 120.0  # for the first environment server, without a sign of it
-_NOBODY_SCORES = (
+_SERVER_PATIENCE_S = 120.0  # wait for the first environment server, without a sign of it
+_NO_SCORER = (
     "no reward function scores the transcript (reward.workers = 0, reward.inline = false): start "
     "reward workers with reward.workers"
 )
 
 
-def rendering_of(codec: TextCodec) -> Rendering:
-    """Return what renders messages for a model."""
-    return Rendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
+def rendering_of(codec: TextCodec) -> MessageRendering:
+    """Return the rendering of messages for a model."""
+    return MessageRendering(codec.template, codec.text_ids, codec.token_text, codec.end_token_ids)
 
 
 def replies_of(
     engine: InferenceEngine, settings: EnvironmentSection, codec: TextCodec
 ) -> ReplyParser:
-    """Return what parses replies in an environment."""
+    """Return the parser of replies in an environment."""
     return ReplyParser(
         engine,
         tools=settings.tool_call_parser,
@@ -62,8 +62,8 @@ def replies_of(
     )
 
 
-async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
-    """Start what runs environments: beside this generator, or on servers."""
+async def environments_of(settings: EnvironmentSection, hide: Sequence[Path]) -> Environments:
+    """Start processes of environments next to this generator, or connect to servers."""
     if settings.servers:
         return await EnvironmentServers.start(
             [parse_rendezvous(text, setting="environment.servers") for text in settings.servers],
@@ -76,9 +76,9 @@ async def _environments(settings: EnvironmentSection, hide: Sequence[Path]) -> E
 
 
 class Differences(deque[str]):
-    """First differences of histories that began a branch, by trajectory; empty where none did.
+    """First differences of histories that began a branch, of the newest hundred trajectories.
 
-    Those of the newest hundred are kept.
+    A trajectory without such a history has an empty text.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Differences(deque[str]):
 
     @property
     def newest(self) -> str:
-        """The newest that there is; empty if none of those trajectories has one."""
+        """The newest difference; empty if no trajectory has one."""
         return next(filter(None, reversed(self)), "")
 
 
@@ -128,32 +128,32 @@ class TurnSampler:
     ) -> AsyncIterator["TurnSampler"]:
         """Yield a sampler whose environment is imported; nothing of it is left afterwards.
 
-        With ``must_reward`` a trajectory that its environment gives no reward has failed: nobody
-        else would give it one.
+        With ``must_reward`` a trajectory without a reward of its environment has failed, because no
+        scorer is configured.
 
         Raises:
-            ConfigError: the environment cannot be imported, a setting is wrong, or the chat
-                template takes no conversation of several turns, or it must reward and never does.
+            ConfigError: the environment cannot be imported, a setting is wrong, the chat template
+                takes no conversation of several turns, or the environment must reward and cannot.
         """
         rendering = rendering_of(sampler.codec)
         rendering.check(uses_tools=bool(settings.tool_call_parser))
-        if settings.tool_call_parser and (why := rendering.why_no_tools()):
+        if settings.tool_call_parser and (reason := rendering.why_no_tools()):
             _log.warning(
-                "the policy is not told of its tools (environment.tool_call_parser = %r): %s; name "
-                "one that writes them in sampling.chat_template, or tell the policy in its prompts",
+                "the prompt does not list the tools (environment.tool_call_parser = %r): %s; name "
+                "a template that lists them in sampling.chat_template, or describe them in the "
+                "prompts",
                 settings.tool_call_parser,
-                why,
+                reason,
             )
         await replies_of(sampler.engine, settings, sampler.codec).check()
-        host = await _environments(settings, hide)
+        host = await environments_of(settings, hide)
         server = CaptureServer(
             host=_LISTEN, port=0, model=_MODEL, token_text=sampler.codec.token_text
         )
         try:
             if must_reward and not host.may_reward:
                 raise ConfigError(
-                    f"environment.function {settings.function!r} gives no rewards, and "
-                    f"{_NOBODY_SCORES}"
+                    f"environment.function {settings.function!r} gives no rewards, and {_NO_SCORER}"
                 )
             await server.start()
             yield cls(settings, sampling, sampler, host, server, must_reward=must_reward)
@@ -166,16 +166,16 @@ class TurnSampler:
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         """Run one sibling of a group, which has ``lanes`` of the engine.
 
         Raises:
-            EnvironmentFailedError: the environment cannot go on.
+            EnvironmentFailedError: the environment cannot continue.
             EngineError: the engine failed.
         """
         params = self._sampler.params[group.item]
-        session = CaptureSession(
+        calls = TrajectoryCalls(
             sample=self._sample(group, sibling, lanes),
             params=params,
             rendering=self._rendering,
@@ -192,28 +192,28 @@ class TurnSampler:
         try:
             outcome = await run_trajectory(
                 self._host,
-                session,
+                calls,
                 group.prompt,
                 timeout_s=self._settings.timeout_s,
                 server=self._server,
             )
             self._refuse_unrewarded(outcome)
-            return self._submission(group, sibling, params, session.conversation, outcome)
+            return self._submission(group, sibling, params, calls.conversation, outcome)
         except (EngineError, EnvironmentFailedError):
             raise
-        except Exception as error:  # what foreign code said may raise anything anywhere
+        except Exception as error:  # results of foreign code may raise anything anywhere
             _log.warning("group %d, sibling %d", group.group_id, sibling, exc_info=True)
-            why = f"{type(error).__name__}: {error}"[:MAX_REASON]
-            raise EnvironmentFailedError(why) from error
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            raise EnvironmentFailedError(reason) from error
         finally:
-            self._num_abandoned += session.num_abandoned
-            self._num_rejected += session.rejected
-            self.differences.append(session.first_difference)
+            self._num_abandoned += calls.num_abandoned
+            self._num_rejected += calls.rejected
+            self.differences.append(calls.first_difference)
 
     @property
     def counters(self) -> dict[str, float]:
-        """Replies that no client got, calls of no tool, connections too many, processes killed."""
-        killed = {f"environment_killed_{why}": n for why, n in self._host.replaced.items()}
+        """Undelivered replies, bad tool calls, refused connections, killed processes."""
+        killed = {f"environment_killed_{fault}": n for fault, n in self._host.replaced.items()}
         return {
             "replies_abandoned": self._num_abandoned,
             "unknown_calls": self._num_rejected["unknown"],
@@ -222,7 +222,7 @@ class TurnSampler:
             **killed,
         }
 
-    def _refuse_unrewarded(self, outcome: Outcome) -> None:
+    def _refuse_unrewarded(self, outcome: TrajectoryOutcome) -> None:
         if outcome.reward is not None or not self._must_reward:
             return
         limits = {
@@ -231,7 +231,7 @@ class TurnSampler:
             "tokens": f" before environment.max_tokens = {self._max_tokens}",
         }
         ended = limits[outcome.ended_by]
-        raise EnvironmentFailedError(f"the environment gave no reward{ended}, and {_NOBODY_SCORES}")
+        raise EnvironmentFailedError(f"the environment gave no reward{ended}, and {_NO_SCORER}")
 
     def _sample(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> "_Sample":
         seed: int | None = None
@@ -245,7 +245,7 @@ class TurnSampler:
         sibling: int,
         params: SamplingParams,
         conversation: Conversation,
-        outcome: Outcome,
+        outcome: TrajectoryOutcome,
     ) -> Submission:
         turns, num_tokens = conversation.turns, conversation.num_tokens
         is_single = len(turns) == 1 and turns[0].end == num_tokens
@@ -278,7 +278,7 @@ class TurnSampler:
                 sibling=sibling,
                 lease_id=-1,
                 reward=outcome.reward,
-                turn_rewards=conversation.by_turn([one or 0.0 for one in outcome.rewards])
+                turn_rewards=conversation.by_turn([reward or 0.0 for reward in outcome.rewards])
                 if outcome.has_turn_rewards
                 else (),
                 parts=dict(itertools.islice(outcome.parts.items(), MAX_PARTS)),
@@ -293,7 +293,7 @@ class TurnSampler:
 
 
 class _Sample:
-    """Has the engine reply within one trajectory; each call has a seed of its own."""
+    """Samples the engine's replies in one trajectory; each call has a seed of its own."""
 
     def __init__(self, engine: InferenceEngine, seed: int | None, lanes: CallLanes) -> None:
         self._engine = engine
@@ -305,7 +305,7 @@ class _Sample:
         seeds = [] if self._seed is None else [self._seed ^ self._num_calls]
         self._num_calls += 1
         async with self._lanes.call():
-            found = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
-        if len(found) != 1:
-            raise EngineError(f"the engine gave {len(found)} replies to one prompt")
-        return found[0]
+            replies = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
+        if len(replies) != 1:
+            raise EngineError(f"the engine gave {len(replies)} replies to one prompt")
+        return replies[0]

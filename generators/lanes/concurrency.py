@@ -15,7 +15,7 @@ from typing import Literal
 
 GROW_BELOW = 0.6  # share of the cache; below it more sequences fit
 TRIM_FROM = 0.8  # share of the cache; from here on sequences that grow may fill it
-_CUT_TO = 0.75  # of the number in flight, on a retraction
+_CUT_TO = 0.75  # share of the number in flight that remains after a retraction
 
 Verdict = Literal["hold", "grow", "trim", "cut"]
 
@@ -34,13 +34,13 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class EngineObservation:
     """An engine and the work that it has, at one moment."""
 
     in_flight: int  # sequences that the engine has and has not answered
     num_finished: int  # since the start
-    kv_use: float  # by running sequences
-    num_running: int  # of those in flight; others are being sent, or queued by the engine
+    kv_use: float  # share that running sequences hold
+    num_running: int  # sequences being generated; others are being sent or wait in the engine
     num_waiting: int
     num_retractions: int  # sequences given up for lack of memory since the start
 
@@ -53,7 +53,7 @@ class Concurrency:
     verdict: Verdict = "hold"
     is_starting: bool = True  # nothing was trimmed or cut yet: the limit may double
     num_finished: int = 0  # when the limit was changed last
-    num_retractions: int = 0  # that were taken into account
+    num_retractions: int = 0  # retractions taken into account
 
 
 def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
@@ -66,7 +66,7 @@ def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> 
     return within.clamp(fitting if fitting >= within.highest else fitting - fitting % within.step)
 
 
-def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
+def decide(state: Concurrency, seen: EngineObservation, within: Range) -> Concurrency:
     """Return the next state.
 
     A lowered limit takes effect when sequences end, since none is taken back. Until then nothing
@@ -82,7 +82,7 @@ def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
         return _lowered(state, seen, within, "trim", seen.in_flight - within.step)
     if _may_grow(state, seen, within):
         limit = state.limit + within.step
-        if state.is_starting:  # as many again, if they fit at current lengths
+        if state.is_starting:  # doubles, if as many fit at current lengths
             doubled = 2 * state.limit
             if _use_of(doubled, seen) > GROW_BELOW:
                 doubled = int(GROW_BELOW / seen.kv_use * seen.num_running)
@@ -93,7 +93,7 @@ def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
 
 
 def _lowered(
-    state: Concurrency, seen: Observation, within: Range, verdict: Verdict, limit: int
+    state: Concurrency, seen: EngineObservation, within: Range, verdict: Verdict, limit: int
 ) -> Concurrency:
     return replace(
         state,
@@ -104,7 +104,7 @@ def _lowered(
     )
 
 
-def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
+def _may_grow(state: Concurrency, seen: EngineObservation, within: Range) -> bool:
     """True if there is room, and more lanes would be used.
 
     After the start phase the limit grows once per turnover of all lanes: only then does the share
@@ -122,6 +122,6 @@ def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
     return is_turned_over and _use_of(state.limit + within.step, seen) < TRIM_FROM
 
 
-def _use_of(limit: int, seen: Observation) -> float:
+def _use_of(limit: int, seen: EngineObservation) -> float:
     """Return the share of the cache that ``limit`` sequences would hold."""
     return seen.kv_use * limit / seen.num_running

@@ -11,7 +11,7 @@ from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes.concurrency import (
     Concurrency,
-    Observation,
+    EngineObservation,
     Range,
     decide,
     first_limit,
@@ -39,11 +39,12 @@ class Lanes:
         """Open the lanes.
 
         Args:
-            within: how many there are; without ``longest_tokens`` always ``within.highest``.
-            longest_tokens: of prompt and response together; the limit follows the engine's load.
-            most_outside: trajectories that are booked beyond the lanes, at most, while as many are
-                not in the engine, because something answers them.
-            now: seconds of a clock.
+            within: Range of the limit, which is ``within.highest`` without ``longest_tokens``.
+            longest_tokens: Most tokens of a prompt and its response, if the limit follows the
+                engine's load.
+            most_outside: Most trajectories booked beyond the lanes while as many are outside of
+                the engine, with their environments.
+            now: Returns seconds of a clock.
         """
         self._most_outside = most_outside
         self._outside = MeanCount(now)
@@ -55,17 +56,16 @@ class Lanes:
         self._booked = 0
         self._changed = asyncio.Event()
         self.in_flight = 0
-        self.calling = 0  # replies that the engine computes, of trajectories of several turns
-        self.acting = 0  # such trajectories that have none: their environments answer
-        self.on_change: Callable[[], None] = _nothing  # of either
+        self.calling = 0  # replies that the engine computes for trajectories of several turns
+        self.acting = 0  # such trajectories outside of the engine: their environments answer
         self.limit = within.highest if longest_tokens is None else within.lowest
 
     @property
     def free(self) -> int:
         """Lanes that are not booked; negative if the limit fell below the booked number.
 
-        Those that trajectories outside the engine do not use count, as many as there are on
-        average: at a moment many may be between two replies.
+        Trajectories outside of the engine leave theirs to others: as many as on average, since
+        many may be between two replies at one moment.
         """
         return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
 
@@ -92,7 +92,7 @@ class Lanes:
             )
             self._state = Concurrency(limit=limit, num_retractions=load.num_retractions)
         else:
-            seen = Observation(
+            seen = EngineObservation(
                 in_flight=self.in_flight,
                 num_finished=self._num_finished,
                 kv_use=load.kv_use,
@@ -122,11 +122,10 @@ class Lanes:
         self._changed.set()
 
     def _count(self, *, calling: int = 0, acting: int = 0) -> None:
-        """Count what changed of trajectories of several turns."""
+        """Count changes of trajectories of several turns."""
         self.calling += calling
         self.acting += acting
         self._outside.add(acting)
-        self.on_change()
 
     async def until_changed(self) -> None:
         """Wait until a sequence ends or the load was observed."""
@@ -165,9 +164,14 @@ class Booking:
         self.leave(self._open)
 
     @asynccontextmanager
-    async def by_call(self) -> AsyncIterator["CallLanes"]:
-        """Yield the lanes of one trajectory, which is in the engine during its calls alone."""
-        lanes = CallLanes(self._lanes)
+    async def by_call(
+        self, on_change: Callable[[], None] | None = None
+    ) -> AsyncIterator["CallLanes"]:
+        """Yield the lanes of one trajectory, which is in the engine during its calls alone.
+
+        ``on_change`` is called when it enters or leaves the engine.
+        """
+        lanes = CallLanes(self._lanes, on_change)
         try:
             yield lanes
         finally:
@@ -177,20 +181,21 @@ class Booking:
 class CallLanes:
     """Lanes of one trajectory of several turns, for each of its calls of the engine.
 
-    It leaves the lane that it was booked for at once, and takes one for each call, so that others
-    use it while its environment begins or answers.
+    A trajectory leaves its booked lane at once and takes one for each call: others use the lane
+    while its environment begins or answers.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, on_change: Callable[[], None] | None = None) -> None:
         self._lanes = lanes
+        self._on_change = on_change
         self._num_calls = 0
-        self._since_s = lanes._now()  # in the engine, or out of it
+        self._since_s = lanes._now()  # start of the time in the engine, or outside
         self._engine_s = self._environment_s = 0.0
         lanes._step_out()
-        lanes._count(acting=1)
+        self._count(acting=1)
 
     def seconds(self) -> tuple[float, float]:
-        """Return how long it has been in calls of the engine, lanes awaited, and outside."""
+        """Return the time in calls of the engine, including waits for lanes, and outside."""
         now_s = self._lanes._now()
         if self._num_calls:
             self._engine_s += now_s - self._since_s
@@ -206,29 +211,34 @@ class CallLanes:
         self.seconds()
         self._num_calls += 1
         if self._num_calls == 1:
-            lanes._count(acting=-1)
+            self._count(acting=-1)
         try:
             await lanes._come_in()
-            lanes._count(calling=1)
+            self._count(calling=1)
             try:
                 yield
             finally:
                 lanes._step_out()
-                lanes._count(calling=-1)
+                self._count(calling=-1)
         finally:
             self.seconds()
             self._num_calls -= 1
             if self._num_calls == 0:
-                lanes._count(acting=1)
+                self._count(acting=1)
 
     def close(self) -> None:
-        """Have a lane again, as every trajectory of a booking has that leaves it."""
+        """Take a lane again, since each trajectory gives one back when it leaves its booking."""
         self._lanes.in_flight += 1
-        self._lanes._count(acting=-1)
+        self._count(acting=-1)
+
+    def _count(self, *, calling: int = 0, acting: int = 0) -> None:
+        self._lanes._count(calling=calling, acting=acting)
+        if self._on_change is not None:
+            self._on_change()
 
 
 class MeanCount:
-    """A number and its mean over the last seconds, in which older ones weigh less."""
+    """A number and its mean over the last seconds; older values weigh less."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Begin at 0; ``now`` is a clock in seconds."""
@@ -245,13 +255,9 @@ class MeanCount:
 
     @property
     def mean(self) -> float:
-        """Its mean until now."""
+        """The mean until now."""
         weight = math.exp(-(self._now() - self._at_s) / _MEAN_S)
         return self._count + (self._mean - self._count) * weight
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 def lanes_of(settings: GeneratorSettings) -> Lanes:

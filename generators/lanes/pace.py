@@ -1,8 +1,8 @@
-"""How fast an engine's sequences advance, by how many it computes meanwhile: sums for a line.
+"""Sums that show how the speed of an engine depends on the number of its sequences.
 
-Each answer says how many seconds its tokens took, and how many sequences the engine computed on
-average in that time. Weighted by tokens, least squares of seconds per token on sequences need no
-more than five sums (deploy/predict/advise fits them), which cost a few additions an answer.
+An answer gives the seconds that its tokens took, and the mean number of sequences in the engine
+meanwhile. A line through seconds per token over sequences, weighted by tokens, needs no more than
+five sums (deploy/predict/advise fits it), which cost a few additions for each answer.
 """
 
 import time
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Call:
+class TimedCall:
     """A call of the engine."""
 
-    num_tokens: int = 0  # of its longest response; 0 until it is answered
+    num_tokens: int = 0  # tokens of the longest response; 0 until it is answered
 
 
 class EnginePace:
-    """Adds up what answers say."""
+    """Adds up the figures of answers."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class EnginePace:
         """Begin with an engine that computes nothing.
 
         Args:
-            stood_s: returns how long the engine has stood still, ever.
-            counts_calls: each call is one sequence; else ``observe`` says how many there are.
-            now: a clock in seconds.
+            stood_s: Returns the total time in which the engine stood still.
+            counts_calls: True if each call is one sequence; else ``observe`` gets their number.
+            now: Returns seconds of a clock.
         """
         self._stood_s = stood_s
         self._counts_calls = counts_calls
@@ -41,13 +41,13 @@ class EnginePace:
         self._num_running = 0
         self._is_known = counts_calls
         self._since_s = now()
-        self._sequence_s = 0.0  # integral of the sequences until then
+        self._sequence_s = 0.0  # integral of the number of sequences until then
         self._sums = dict.fromkeys(
             ("pace_tokens", "pace_sequences", "pace_squares", "pace_s", "pace_sequence_s"), 0.0
         )
 
     def observe(self, num_running: int) -> None:
-        """The engine says that it computes this many sequences."""
+        """Take the number of sequences that the engine reports."""
         if not self._counts_calls:
             self._is_known = True
             self._set(num_running)
@@ -58,13 +58,13 @@ class EnginePace:
         self._num_running, self._since_s = num_running, now_s
 
     @contextmanager
-    def call(self) -> Iterator[Call]:
-        """Count a call of the engine, whose ``num_tokens`` is set once it is answered."""
+    def call(self) -> Iterator[TimedCall]:
+        """Count a call of the engine; set its ``num_tokens`` once it is answered."""
         if self._counts_calls:
             self._set(self._num_running + 1)
         is_known, began_s, stood_s = self._is_known, self._now(), self._stood_s()
         before = self._until(began_s)
-        call = Call()
+        call = TimedCall()
         try:
             yield call
         finally:

@@ -14,7 +14,7 @@ from slipstream.generators.nodes.membership import membership_of
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import watch
 from slipstream.generators.sglang.start_order import EngineNode
-from slipstream.generators.versions.received import room_for
+from slipstream.generators.versions.staging_room import room_for
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.hosts.explained import explained
 from slipstream.weightbus.hosts.follower import following

@@ -178,17 +178,6 @@ class AdapterEngine(SglangEngine):
                 _log.warning("%s stays in the engine: %s", unneeded[0].label, error)
                 return
 
-    # ---- needed only by an engine that pauses --------------------------------
-
-    @override
-    async def pause(self) -> int:
-        """Do nothing: loaded versions do not change."""
-        return self._num_in_flight
-
     @override
     async def resume(self) -> None:
         """Do nothing: the engine was not paused."""
-
-    @override
-    async def load_folder(self, folder: Path) -> None:
-        raise EngineError("versions are adapters, and not weights")

@@ -120,21 +120,9 @@ def batch_decode_attention() -> None:
     ) -> Tensor:
         batch = len(seq_lens)
         if encoder_lens is not None or any(rest.values()) or len(query) != batch:
-            result: Tensor = per_sequence(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                **rest,
-            )
+            given = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
+            options = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **rest}
+            result: Tensor = per_sequence(self, *given, encoder_lens, **options)
             return result
         if getattr(self, "_decode_gather", None) is None:
             self._decode_gather = _gather_plan(req_to_token, req_pool_indices, seq_lens)
@@ -183,48 +171,21 @@ def extend_without_prefix_queries() -> None:
         **rest: object,
     ) -> Tensor:
         if encoder_lens is not None or any(rest.values()) or not causal:
-            result: Tensor = per_sequence(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                **rest,
-            )
+            given = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
+            lengths = extend_prefix_lens, extend_seq_lens, encoder_lens
+            options = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **rest}
+            result: Tensor = per_sequence(self, *given, *lengths, **options)
             return result
         new = extend_seq_lens.tolist()
         starts = list(itertools.accumulate(new, initial=0))
         for first, last in _alike(seq_lens.tolist(), new):
-            tokens = slice(starts[first], starts[last])
-            plan = req_pool_indices[first:last], seq_lens[first:last]
-            slots, _ = _gather_plan(req_to_token, *plan)
+            tokens, run = slice(starts[first], starts[last]), slice(first, last)
+            slots, _ = _gather_plan(req_to_token, req_pool_indices[run], seq_lens[run])
             key, value = (
                 _gathered(cache, slots, last - first, query.dtype) for cache in (k_cache, v_cache)
             )
-            asks = torch.arange(max(new[first:last]))
-            is_new = asks[None] < extend_seq_lens[first:last, None]  # [B, longest new]
-            padded = query.new_zeros(*is_new.shape, *query.shape[1:])
-            padded[is_new] = query[tokens]
-            until = extend_prefix_lens[first:last, None] + asks[None]  # last visible key of each
-            visible = torch.arange(key.shape[2]) <= until[..., None]
-            attended = scaled_dot_product_attention(
-                padded.transpose(1, 2),
-                key,
-                value,
-                attn_mask=visible[:, None],
-                scale=scaling,
-                enable_gqa=enable_gqa,
-            )
-            output[tokens] = attended.transpose(1, 2)[is_new]
+            asked = query[tokens], key, value, extend_prefix_lens[run], extend_seq_lens[run]
+            output[tokens] = _attended(*asked, scaling=scaling, enable_gqa=enable_gqa)
         return output
 
     backend._run_sdpa_forward_extend = extend
@@ -243,6 +204,44 @@ def allocate_without_cuda() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_lens: Tensor,
+    new_lens: Tensor,
+    *,
+    scaling: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return the attention of new tokens, [new tokens, query heads, head size], like ``query``.
+
+    Args:
+        query: Queries of the new tokens, sequence by sequence.
+        key: Keys of cached and new tokens, [B, key heads, longest, head size].
+        value: Values, of the shape of ``key``.
+        prefix_lens: Numbers of cached tokens, [B].
+        new_lens: Numbers of new tokens, [B].
+        scaling: Scale of the products; None is torch's.
+        enable_gqa: True if several query heads share a key head.
+    """
+    places = torch.arange(int(new_lens.max()))
+    is_new = places[None] < new_lens[:, None]  # [B, longest new]
+    padded = query.new_zeros(*is_new.shape, *query.shape[1:])
+    padded[is_new] = query
+    until = prefix_lens[:, None] + places[None]  # last visible key of each
+    visible = torch.arange(key.shape[2]) <= until[..., None]
+    attended = scaled_dot_product_attention(
+        padded.transpose(1, 2),
+        key,
+        value,
+        attn_mask=visible[:, None],
+        scale=scaling,
+        enable_gqa=enable_gqa,
+    )
+    return attended.transpose(1, 2)[is_new]
 
 
 def _alike(lengths: list[int], new: list[int]) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,6 @@ SGLang answers a pause before its scheduler has paused. But the scheduler carrie
 the order of sending, so no token gets a label that was set after it was chosen.
 """
 
-import asyncio
 import base64
 import logging
 import secrets
@@ -29,7 +28,6 @@ from slipstream.generators.engine import (
 from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, AdoptionOrder, Step
 from slipstream.generators.versions.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
-from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.trajectory import Json
@@ -294,18 +292,6 @@ class SglangEngine:
             except EngineError as error:  # example: no update was open
                 _log.info("%s", error)
 
-    async def pause(self) -> int:
-        """Stop generating; return how many generations are in flight.
-
-        They are counted here, because SGLang has no count; waiting ones are included. retract gives
-        up their keys and values; the engine computes them again from prompt and response when it
-        resumes. in_place keeps them: the tokens that follow attend to keys and values of the old
-        weights, and so does a half-computed prompt.
-        """
-        num_in_flight = self._num_in_flight
-        await self._control("/pause_generation", {"mode": self._in_flight})
-        return num_in_flight
-
     async def begin_update(self) -> None:
         """Open an update."""
         await self._control("/begin_weight_update", {})
@@ -328,25 +314,6 @@ class SglangEngine:
     async def end_update(self) -> None:
         """Close an update."""
         await self._control("/end_weight_update", {})
-
-    async def load_folder(self, folder: Path) -> None:
-        """Load all tensors from the safetensors files in a folder; forget cached prefixes.
-
-        The folder needs no config.json, and with one file no index; the file may be a link to
-        memory. After a load that fails half-way the engine holds a mixture. SGLang has no way back
-        (with ``patches`` it reports the failure instead of ending), so the files are checked first.
-        """
-        await asyncio.to_thread(check_weight_files, folder)
-        await self._control(
-            _FROM_DISK,
-            {
-                "model_path": str(folder),
-                "load_format": "safetensors",
-                "flush_cache": self._forgets_prefixes,
-                "weight_version": None,
-            },
-            self._load_timeout,
-        )
 
     @property
     def _forgets_prefixes(self) -> bool:
@@ -380,8 +347,9 @@ class SglangEngine:
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume, in one call to the scheduler.
 
-        See ``load_folder`` for the folder. Without a digest nothing is compared; if the checksums
-        have another one, the server stays paused.
+        The folder needs no config.json, and with one file no index; the file may be a link to
+        memory. Without a digest nothing is compared; if the checksums have another one, the server
+        stays paused. With ``patches`` SGLang reports a failed load instead of ending.
 
         Raises:
             EngineError: a step failed; the server may hold a mixture, and is paused then.
@@ -391,7 +359,13 @@ class SglangEngine:
         return Adoption(num_in_flight, answer.phase_seconds, answer.differing)
 
     async def pause_for_update(self) -> int:
-        """Stop generating and open an update; return how many generations are in flight."""
+        """Stop generating and open an update; return how many generations are in flight.
+
+        They are counted here, because SGLang has no count; waiting ones are included. retract gives
+        up their keys and values, which the engine computes again when it resumes. in_place keeps
+        them: the tokens that follow attend to keys and values of the old weights, and so does a
+        half-computed prompt.
+        """
         num_in_flight = self._num_in_flight
         await self._ordered(("pause", "begin"))
         return num_in_flight

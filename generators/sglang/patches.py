@@ -22,9 +22,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import adoption, cpu_models, harmless
+from slipstream.generators.sglang import adoption, cpu_models, log_noise
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
-from slipstream.generators.sglang.tool_calls import SEPARATORS, Call, Marks, read_reply
+from slipstream.generators.sglang.tool_calls import SEPARATORS, Marks, ReadCall, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.thoughts import split_thoughts
@@ -43,7 +43,7 @@ _HEADER = re.compile(
 )
 _CLOSING = re.compile(r"eo[mt]|end|close|suffix", re.IGNORECASE)
 _CALLING = re.compile(r"call|invoke|function|tool|param", re.IGNORECASE)
-_GROUP_TIMEOUT_S = 120.0  # where the agent names none
+_GROUP_TIMEOUT_S = 120.0  # default
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
@@ -68,7 +68,7 @@ def install() -> None:
         ConfigError: this is another SGLang version than theirs.
     """
     check_version(metadata.version("sglang"))
-    harmless.leave_out()
+    log_noise.leave_out()
     retractions, experts = Retractions(), ExpertsBefore()
 
     def correct_updates_of_rank(module: ModuleType) -> None:
@@ -143,48 +143,53 @@ def keep_every_character(module: ModuleType) -> None:
         def tools_of(names: tuple[str, ...]) -> list[Any]:
             return [*parser.tools, *(tool_of(function={"name": name}) for name in names)]
 
-        def read(text: str, names: Collection[str]) -> list[Call]:
+        def read(text: str, names: Collection[str]) -> list[ReadCall]:
             try:
                 found = copy.deepcopy(detector).detect_and_parse(text, tools_of(tuple(names)))
-            except Exception:  # noqa: BLE001 what cannot be read raises anything
+            except Exception:  # noqa: BLE001 unreadable text raises anything
                 return []
             finally:
                 log.setLevel(logging.CRITICAL + 1)  # lines about parts repeat the first one
-            return [Call(one.name or "", one.parameters) for one in found.calls]
+            return [ReadCall(call.name or "", call.parameters) for call in found.calls]
 
-        owners = detector, sys.modules[type(detector).__module__]
-        named = {
-            (name, one.strip())
-            for owner in owners
-            for name in dir(owner)
-            if not name.startswith("__") and isinstance(one := getattr(owner, name, None), str)
-        }
-        closing = {one for name, one in named if one and _CLOSING.search(name)}
-        opening = {one for _, one in named if one[:1] in {"<", "["}} - closing
-        opener = detector.bot_token.strip()  # without the blanks that a parser insists on
-        written = sorted((one for one in opening if one in full_text), key=full_text.index)
-        tag = re.search(r"<[^<>\s]+>|$", full_text)
-        first = next(iter(written), "") or (tag and tag[0]) or "["
-        marks = Marks(opener or first, opening, closing)
-
-        calling = {re.split(r"[(.\\]", mark)[0] for mark in opening if _CALLING.search(mark)}
-        begins = {opener, *calling} - {""}
+        marks = _marks_of(detector, full_text)
+        calling = {re.split(r"[(.\\]", mark)[0] for mark in marks.opening if _CALLING.search(mark)}
+        begins = {detector.bot_token.strip(), *calling} - {""}
 
         def looks_like_call(part: str) -> bool:
             bare = part.lstrip(SEPARATORS)
             return any(mark in part for mark in begins) or bool(detector.has_tool_call(bare))
 
         try:
-            found = read_reply(full_text, read, looks_like_call, marks)
+            reply = read_reply(full_text, read, looks_like_call, marks)
         finally:
             log.setLevel(logging.NOTSET)
         calls = [
-            item_of(tool_index=-1, name=one.name, parameters=one.arguments) for one in found.calls
+            item_of(tool_index=-1, name=call.name, parameters=call.arguments)
+            for call in reply.calls
         ]
-        unread = [item_of(tool_index=-1, parameters=one) for one in found.unread]
-        return found.text, calls + unread
+        unread = [item_of(tool_index=-1, parameters=part) for part in reply.unread]
+        return reply.text, calls + unread
 
     replace(module.FunctionCallParser, "parse_non_stream", parse_non_stream)
+
+
+def _marks_of(detector: Any, full_text: str) -> Marks:  # noqa: ANN401 SGLang's
+    """Return the marks of a parser's format, which are texts of its class and module."""
+    owners = detector, sys.modules[type(detector).__module__]
+    named = {
+        (name, text.strip())
+        for owner in owners
+        for name in dir(owner)
+        if not name.startswith("__") and isinstance(text := getattr(owner, name, None), str)
+    }
+    closing = {text for name, text in named if text and _CLOSING.search(name)}
+    opening = {text for _, text in named if text[:1] in {"<", "["}} - closing
+    opener = detector.bot_token.strip()  # without the blanks that a parser requires
+    written = sorted((text for text in opening if text in full_text), key=full_text.index)
+    tag = re.search(r"<[^<>\s]+>|$", full_text)
+    first = next(iter(written), "") or (tag and tag[0]) or "["
+    return Marks(opener or first, opening, closing)
 
 
 def cut_at_marks(module: ModuleType) -> None:
@@ -200,7 +205,7 @@ def cut_at_marks(module: ModuleType) -> None:
         detector = parser.detector
         begin, end = detector.think_start_token, detector.think_end_token
         if not begin or not end:
-            found: tuple[str, str] = parse(parser, full_text)  # by a template of the model's own
+            found: tuple[str, str] = parse(parser, full_text)  # a template of the model's own
             return found
         # A closing mark without a word of the opening one ends other parts too.
         is_shared = set(_WORD.findall(begin)).isdisjoint(_WORD.findall(end))
@@ -211,7 +216,8 @@ def cut_at_marks(module: ModuleType) -> None:
         )
         parts = split_thoughts(full_text, begin, end, is_inside=is_inside, is_shared=is_shared)
         thoughts = [part.thought for part in parts if part.thought is not None]
-        thought = "\n".join(one.removeprefix(detector.think_start_self_label) for one in thoughts)
+        label = detector.think_start_self_label
+        thought = "\n".join(part.removeprefix(label) for part in thoughts)
         outside = "".join(part.text for part in parts if part.thought is None)
         detector._in_reasoning = False
         said = detector.detect_and_parse(outside).normal_text  # without marks of channels
@@ -266,12 +272,16 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
     On a GPU, SGLang answers as soon as NCCL has queued the transfer, and a group that it leaves
     waits for transfers that may never end. Remove when SGLang waits and aborts by itself.
     """
-    import torch  # with the process that has the weights, not with the agent
+    timeout_s = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, _GROUP_TIMEOUT_S))  # noqa: TID251 as above
+    _join_and_leave_in_time(module.WeightUpdater, timeout_s)
+    _receive_in_time(module.WeightUpdater, module.FlattenedTensorBucket, timeout_s)
+
+
+def _join_and_leave_in_time(updater: type[Any], timeout_s: float) -> None:
+    import torch  # in the process of the weights, not in the agent's
 
     from slipstream.weightbus.net import groups, threads
 
-    timeout_s = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, _GROUP_TIMEOUT_S))  # noqa: TID251 as above
-    updater, bucket_type = module.WeightUpdater, module.FlattenedTensorBucket
     join = updater.init_weights_update_group
 
     def init_weights_update_group(
@@ -307,6 +317,13 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
             return False, f"group {group_name} could not be left: {error!r}"
         return True, f"group {group_name} is left"
 
+    replace(updater, "init_weights_update_group", init_weights_update_group)
+    replace(updater, "destroy_weights_update_group", destroy_weights_update_group)
+
+
+def _receive_in_time(updater: type[Any], bucket_type: Any, timeout_s: float) -> None:  # noqa: ANN401
+    from slipstream.weightbus.net import groups
+
     def _receive_bucketed_weights_from_distributed(
         self: Any,  # noqa: ANN401
         *,
@@ -320,13 +337,8 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
         groups.broadcast(bucket.get_flattened_tensor(), group, timeout_s=timeout_s)
         return bucket.reconstruct_tensors()
 
-    replace(updater, "init_weights_update_group", init_weights_update_group)
-    replace(updater, "destroy_weights_update_group", destroy_weights_update_group)
-    replace(
-        updater,
-        "_receive_bucketed_weights_from_distributed",
-        _receive_bucketed_weights_from_distributed,
-    )
+    name = "_receive_bucketed_weights_from_distributed"
+    replace(updater, name, _receive_bucketed_weights_from_distributed)
 
 
 def answer_for_all_ranks(module: ModuleType) -> None:
@@ -334,7 +346,7 @@ def answer_for_all_ranks(module: ModuleType) -> None:
 
     SGLang's first rank answers for all, and does not ask the others. Remove when it does.
     """
-    import torch  # with the process that has the weights, not with the agent
+    import torch  # in the process of the weights, not in the agent's
 
     manager = module.SchedulerWeightUpdaterManager
 
@@ -429,9 +441,9 @@ class Retractions:
 class ExpertsBefore:
     """Keeps the experts that were chosen for an answer before it was retracted.
 
-    SGLang keeps them beside keys and values. A retracted answer is prefilled again, under new
-    weights where they are the reason: its experts are then those of the prefill, and not those that
-    its tokens were chosen with. Remove when SGLang keeps them with the request.
+    SGLang keeps them with keys and values. A retracted answer is prefilled again, perhaps under new
+    weights: its experts are then those of the prefill, not those that its tokens were chosen with.
+    Remove when SGLang keeps them with the request.
     """
 
     def __init__(self) -> None:
@@ -480,7 +492,7 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
     then not end for another ``min_new_tokens``, and its logprobs would be of a distribution that
     was not requested. Remove when SGLang counts ``req.output_ids`` itself.
     """
-    import torch  # with the process that samples, not with the agent
+    import torch  # in the process that samples, not in the agent's
 
     penalizer = module.BatchedMinNewTokensPenalizer
     prepare = penalizer._prepare
@@ -501,7 +513,7 @@ def _keep_seeds(module: ModuleType) -> None:
     that do not depend on the batch. Every row needs one, because batches are merged. Remove when
     SGLang honours seeds without those kernels.
     """
-    import torch  # with the process that samples, not with the agent
+    import torch  # in the process that samples, not in the agent's
 
     batch_info = module.SamplingBatchInfo
     build = batch_info.from_schedule_batch.__func__
@@ -539,7 +551,7 @@ def hash_on_host(module: ModuleType) -> None:
 
     SGLang takes sha256, an order of magnitude slower; what is compared has no enemies.
     """
-    import torch  # with the process that has the weights, not with the agent
+    import torch  # in the process of the weights, not in the agent's
 
     of_gpu = module._hash_tensor
 

@@ -20,7 +20,7 @@ import aiohttp
 import psutil
 
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.sglang.harmless import LEFT_OUT_FILE, counted, told
+from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, counted, told
 from slipstream.generators.sglang.start_order import (
     HOST,
     EngineNode,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.sglang.harmless import LEFT_OUT_FILE, LEFT_OUT_VARIABLE
+from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, LEFT_OUT_VARIABLE
 from slipstream.generators.sglang.patches import (
     ADAPTERS_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,

@@ -1,7 +1,7 @@
 """Calls of tools in a reply, read by SGLang's parsers so that no character of it is lost.
 
-A parser says which calls a text has. Where each of them stands is found by asking it about parts of
-the text; all that is in no call remains text, also what looks like a call and cannot be read.
+A parser returns the calls of a text. The place of each call is found by parsing parts of the text;
+the rest remains text, even where it looks like a call that cannot be read.
 """
 
 import json
@@ -18,16 +18,16 @@ import msgspec
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-_ENDS = re.compile(r"[\"'})\]\s]*")  # of JSON that a parser closes by itself
+_ENDS = re.compile(r"[\"'})\]\s]*")  # end of JSON that a parser closes by itself
 _NAME = re.compile(r"[\w.\-]+")
-_MOST_NAMES = 256  # that an unread part may hold
-_MOST_READ = 1 << 21  # characters that a parser is asked about for one reply, of all its parts
-_EACH_READ = 2_000  # characters that take as long as to ask at all
-# A word or symbol; brackets, quotes and such are of the format.
+_MOST_NAMES = 256  # names in unread parts that are tried
+_MOST_READ = 1 << 21  # characters parsed for one reply, all its parts together
+_EACH_READ = 2_000  # characters that take as long as a call of the parser
+# A word or symbol; brackets, quotes and such belong to the format.
 _PIECE = re.compile(r"\w+|[^\w\s{}\[\]()<>\"',:=/|\\]")
 SEPARATORS = ",; \t\r\n"
 _LITERALS = {"true", "false", "null"}
-# What formats write within a call though it makes no difference: ids, types, who is spoken to.
+# Parts of a call that make no difference: ids, types, recipients.
 _UNSAID = (
     r'"(?:tool_call_)?id": *"\w*"|"type": *"function"|:\d+(?=<\|tool_call_argument_begin)|'
     r'string="(?:true|false)"|index="\d+"|type="(?:string|number|integer|boolean|object|array|null)"|'
@@ -36,7 +36,7 @@ _UNSAID = (
 )
 
 
-class Call(NamedTuple):
+class ReadCall(NamedTuple):
     """A call as a parser reads it."""
 
     name: str
@@ -52,12 +52,12 @@ class Call(NamedTuple):
         return bool(self.name)
 
 
-class Reading(NamedTuple):
-    """A reply: each character is in ``text``, in a call, or a mark of the format around one."""
+class ReplyParts(NamedTuple):
+    """A reply: each character is in ``text``, in a call, or a mark of the format around a call."""
 
     text: str
-    calls: list[Call]
-    unread: list[str]  # parts of ``text`` that look like calls and are none
+    calls: list[ReadCall]
+    unread: list[str]  # parts of ``text`` that look like calls and cannot be read
 
 
 class _ReadEnoughError(Exception):
@@ -65,33 +65,33 @@ class _ReadEnoughError(Exception):
 
 
 class Marks(NamedTuple):
-    """What a format writes around calls: it says nothing."""
+    """Marks that a format writes around calls, without a meaning of their own."""
 
-    opener: str  # the outermost
+    opener: str  # outermost mark
     opening: Collection[str]
     closing: Collection[str]
 
 
-Read = Callable[[str, Collection[str]], list[Call]]
-"""A parser: the calls of a text, of the known tools and those of further names."""
+Read = Callable[[str, Collection[str]], list[ReadCall]]
+"""A parser: returns the calls of a text, of known tools and of tools with further names."""
 
 
 def read_reply(
     text: str, read: Read, looks_like_call: Callable[[str], bool], marks: Marks
-) -> Reading:
-    """Return the calls of a reply and all the rest of it.
+) -> ReplyParts:
+    """Return the calls of a reply and the rest of its text.
 
-    Where finding the places of its calls would take long, all of it remains text, beside them.
+    If finding the places of the calls would take too long, the text remains whole.
 
     Args:
-        text: the reply.
-        read: its parser, which may leave out calls of names that it does not know.
-        looks_like_call: whether a text has a mark of a call.
-        marks: of the format.
+        text: The reply.
+        read: Parser, which may leave out calls with unknown names.
+        looks_like_call: Returns True for a text with a mark of a call.
+        marks: Marks of the format.
     """
     left = _MOST_READ
 
-    def bounded(part: str, names: Collection[str]) -> list[Call]:
+    def bounded(part: str, names: Collection[str]) -> list[ReadCall]:
         nonlocal left
         left -= len(part) + _EACH_READ
         if left < 0:
@@ -101,33 +101,33 @@ def read_reply(
     try:
         return _read_twice(text, bounded, looks_like_call, marks)
     except _ReadEnoughError:
-        return Reading(text, [call for call in read(text, ()) if call.is_whole], [])
+        return ReplyParts(text, [call for call in read(text, ()) if call.is_whole], [])
 
 
 def _read_twice(
     text: str, read: Read, looks_like_call: Callable[[str], bool], marks: Marks
-) -> Reading:
-    """Read a reply, and once more with the names in what remains unread."""
-    found = _reading(text, lambda part: read(part, ()), looks_like_call, marks)
-    names = list(dict.fromkeys(_NAME.findall("".join(found.unread))))[:_MOST_NAMES]
+) -> ReplyParts:
+    """Read a reply, then again with the names in its unread parts."""
+    reply = _reading(text, lambda part: read(part, ()), looks_like_call, marks)
+    names = list(dict.fromkeys(_NAME.findall("".join(reply.unread))))[:_MOST_NAMES]
     if names:
         more = _reading(text, lambda part: read(part, names), looks_like_call, marks)
-        if len(more.calls) > len(found.calls):
+        if len(more.calls) > len(reply.calls):
             return more
-    return found
+    return reply
 
 
 class _Part(NamedTuple):
-    text: str  # of a call only if it does not say all of it
-    call: Call | None = None
+    text: str  # empty for a call that holds every word of it
+    call: ReadCall | None = None
 
 
 def _reading(
     text: str,
-    read: Callable[[str], list[Call]],
+    read: Callable[[str], list[ReadCall]],
     looks_like_call: Callable[[str], bool],
     marks: Marks,
-) -> Reading:
+) -> ReplyParts:
     parts = _most(text, read, marks)
     calls = [part.call for part in parts if part.call is not None]
     kept = [part for part in parts if part.text.strip(SEPARATORS) or not calls]
@@ -137,25 +137,25 @@ def _reading(
         for part, opens_the_next in zip(kept, [*opens, False], strict=False)
         if part.call is None and not opens_the_next and looks_like_call(part.text)
     ]
-    return Reading("".join(part.text for part in kept), calls, unread)
+    return ReplyParts("".join(part.text for part in kept), calls, unread)
 
 
-def _most(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
+def _most(text: str, read: Callable[[str], list[ReadCall]], marks: Marks) -> list[_Part]:
     """Return the parts of a text, read from mark to mark where that gives more calls.
 
-    Many parsers read nothing where one call is broken, or the first of several sections alone.
+    Many parsers read nothing if one call is broken, or read only the first of several sections.
     """
     whole = _parts(text, read, marks)
     first, *sections = _split(text, marks.opener)
     inside = re.match(rf"({re.escape(marks.opener)}\s*)(<[^<>\s]+)", "".join(sections))
     if len(sections) > max(1, _num_calls(whole)):
-        each = (_most(one, read, marks) for one in sections)
+        each = (_most(section, read, marks) for section in sections)
         apart = [*_parts(first, read, marks), *chain(*each)]
     elif len(sections) == 1 and inside is not None:  # calls that one mark opens together
         head, *pieces = _split(sections[0], inside[2])
         if len(pieces) <= max(1, _num_calls(whole)):
             return whole
-        each = (_parts(one, lambda part: read(head + part), marks) for one in pieces)
+        each = (_parts(piece, lambda part: read(head + part), marks) for piece in pieces)
         apart = [_Part(first + head), *chain(*each)]
     else:
         return whole
@@ -163,17 +163,17 @@ def _most(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_P
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Return what stands before the first of such marks, and what each begins."""
+    """Return the text before the first such mark, and the text that each begins."""
     first, *others = text.split(mark)
-    return [first, *(mark + one for one in others)]
+    return [first, *(mark + other for other in others)]
 
 
 def _num_calls(parts: list[_Part]) -> int:
     return sum(part.call is not None for part in parts)
 
 
-def _parts(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_Part]:
-    """Return calls, and what is in none, in their order."""
+def _parts(text: str, read: Callable[[str], list[ReadCall]], marks: Marks) -> list[_Part]:
+    """Return calls and the text between them, in order."""
     parts: list[_Part] = []
     after = 0
     for call, start, end, says_all in _places(text, read, marks):
@@ -193,42 +193,42 @@ def _parts(text: str, read: Callable[[str], list[Call]], marks: Marks) -> list[_
 
 
 def _without(text: str, marks: Collection[str], has: Callable[[str, str], bool]) -> str:
-    """Return a text without the marks, and blanks between them, at one of its ends."""
+    """Return a text without marks, and blanks between them, at one of its ends."""
     is_end = has is str.endswith
     while True:
         bare = text.rstrip() if is_end else text.lstrip()
-        mark = max((one for one in marks if has(bare, one)), key=len, default="")
+        mark = max((mark for mark in marks if has(bare, mark)), key=len, default="")
         if not mark:
             return text
         text = bare[: -len(mark)] if is_end else bare[len(mark) :]
 
 
 def _places(
-    text: str, read: Callable[[str], list[Call]], marks: Marks
-) -> list[tuple[Call, int, int, bool]]:
-    """Return calls with their first and last places; one that shares them with another has none.
+    text: str, read: Callable[[str], list[ReadCall]], marks: Marks
+) -> list[tuple[ReadCall, int, int, bool]]:
+    """Return calls with their first and last places, and whether the call holds every word there.
 
-    A call ends where it is first read, and begins where it is last read. Places beside a mark are
-    asked first: between them a parser need not read more the more it is given.
+    A call ends where it is first read, and begins where it is last read. Places next to a mark are
+    tried first: between marks a longer text need not give more calls.
     """
     opened = sorted({at for mark in marks.opening for at in _all(mark, text)}, reverse=True)
     closed = sorted({at + len(mark) for mark in marks.closing for at in _all(mark, text)})
     calls = read(text)
-    found: list[tuple[Call, int, int, bool]] = []
+    found: list[tuple[ReadCall, int, int, bool]] = []
     before = 0
     for count in range(1, len(calls) + 1):
         wanted, head = calls[:count], text[:before]
         if before and read(text[before:]) == calls[count - 1 :]:
-            wanted, head = wanted[-1:], ""  # it is read without those before it
+            wanted, head = wanted[-1:], ""  # readable without the calls before it
         is_same = partial(_is_same, read, wanted, head)
 
         def has(start: int, end: int, is_same: Callable[[str], bool] = is_same) -> bool:
             return is_same(text[start:end])
 
-        near = [one for one in closed if one >= before]
-        last = next((one for one in near if has(before, one)), len(text))
+        near = [at for at in closed if at >= before]
+        last = next((at for at in near if has(before, at)), len(text))
         end = before + bisect_left(range(before, last), True, key=partial(has, before))
-        start = next((one for one in opened if before <= one < end and has(one, end)), -1)
+        start = next((at for at in opened if before <= at < end and has(at, end)), -1)
         if start < 0:
             fails = partial(_fails, has, end)
             start = max(before, before - 1 + bisect_left(range(before, end), True, key=fails))
@@ -239,7 +239,9 @@ def _places(
     return found
 
 
-def _is_same(read: Callable[[str], list[Call]], wanted: list[Call], head: str, part: str) -> bool:
+def _is_same(
+    read: Callable[[str], list[ReadCall]], wanted: list[ReadCall], head: str, part: str
+) -> bool:
     return read(head + part)[: len(wanted)] == wanted
 
 
@@ -248,30 +250,30 @@ def _fails(has: Callable[[int, int], bool], end: int, start: int) -> bool:
 
 
 def _all(mark: str, text: str) -> list[int]:
-    return [one.start() for one in re.finditer(re.escape(mark), text)]
+    return [match.start() for match in re.finditer(re.escape(mark), text)]
 
 
-def _says_all(call: Call, written: str, is_same: Callable[[str], bool], marks: Marks) -> bool:
-    """Return whether no word that is written where a call stands is lost by reading it.
+def _says_all(call: ReadCall, written: str, is_same: Callable[[str], bool], marks: Marks) -> bool:
+    """Return True if a call holds every word of the text that it was read from.
 
-    What is neither in the call nor a mark is looked at: where something else in its place makes no
-    difference (``is_same``), it says something of its own.
+    Each word that is neither in the call nor a mark is replaced: if the call stays the same
+    (``is_same``), reading it loses that word.
     """
     known = sorted([*marks.opening, *marks.closing], key=len, reverse=True)
     unsaid = "|".join([_UNSAID, *map(re.escape, known)])
-    bare = re.sub(unsaid, lambda found: " " * len(found[0]), written)
+    bare = re.sub(unsaid, lambda match: " " * len(match[0]), written)
     pieces = list(_PIECE.finditer(bare))
-    found = Counter(one[0] for one in pieces)
+    written_words = Counter(piece[0] for piece in pieces)
     decoded = msgspec.json.decode(call.arguments or "{}")
     forms = call.arguments, " ".join(_texts(decoded)), json.dumps(decoded)
     left = min(
-        (found - Counter(_PIECE.findall(f"{call.name} {form}")) for form in forms),
+        (written_words - Counter(_PIECE.findall(f"{call.name} {form}")) for form in forms),
         key=Counter.total,
     )
     return not any(
-        is_same(written[: one.start()] + _other(one[0]) + written[one.end() :])
-        for one in pieces
-        if one[0] in left
+        is_same(written[: piece.start()] + _other(piece[0]) + written[piece.end() :])
+        for piece in pieces
+        if piece[0] in left
     )
 
 
@@ -279,12 +281,12 @@ def _texts(value: Json) -> Iterator[str]:
     """Yield the keys and values within a value, as text."""
     match value:
         case dict():
-            for key, one in value.items():
+            for key, inner in value.items():
                 yield key
-                yield from _texts(one)
+                yield from _texts(inner)
         case list():
-            for one in value:
-                yield from _texts(one)
+            for inner in value:
+                yield from _texts(inner)
         case str():
             yield value
         case _:

@@ -1,9 +1,9 @@
 """Jinja templates that end: their steps and output are bounded, without a clock.
 
-Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
-itself; only loops, macros and calls of blocks repeat, so each turn of one is a step. Values grow in
-a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a format with a number
-as argument: such a number may not be large.
+Jinja's sandbox keeps a template from our objects, not from endless loops. Only loops, macros and
+calls of blocks repeat, so each turn of them counts as a step. Values grow in a variable, in the
+output, by ``*`` and ``**``, or by a filter, a method or a format with a number as argument: such
+numbers must be small.
 """
 
 import re
@@ -17,9 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 MOST_STEPS = 100_000  # a conversation takes one per turn and loop
-MOST_CHARACTERS = 16 * 1024 * 1024  # of the output, of a text in a variable
-_LARGE_WIDTH = re.compile(r"[%{][^%{}\s]*(\d{6}|\*)")  # of a format: literal, or from an argument
-_MOST_BITS = 4096  # of a number
+MOST_CHARACTERS = 16 * 1024 * 1024  # limit of the output, and of a text in a variable
+_LARGE_WIDTH = re.compile(
+    r"[%{][^%{}\s]*(\d{6}|\*)"
+)  # width in a format: literal, or from an argument
+_MOST_BITS = 4096  # limit of a number
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -32,14 +34,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._steps = 0
         self.globals["range"] = self._range
         del self.globals["lipsum"]
-        self.filters = {n: _with_number_limit(n, one) for n, one in self.filters.items()}
+        self.filters = {
+            name: _with_number_limit(name, function) for name, function in self.filters.items()
+        }
         self.filters["within_bounds"] = self.kept
 
     def bounded(self, source: str) -> Template:
         """Compile a template whose loops, macros and variables are counted.
 
         Raises:
-            TemplateError: it is none.
+            TemplateError: the source is no template.
         """
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):

@@ -40,7 +40,7 @@ class TextCodec:
         """Read both from a Hugging Face folder.
 
         Raises:
-            ConfigError: there is none, it does not fit the model, or a setting is wrong.
+            ConfigError: a file is missing or does not fit the model, or a setting is wrong.
         """
         path = model_folder / "tokenizer.json"
         if not path.is_file():
@@ -55,7 +55,7 @@ class TextCodec:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = _vocab_size(self._tokenizer, model_folder, sampling.stop_token_ids)
-        """Token ids that the model has; 0 where config.json does not say."""
+        """Number of token ids of the model; 0 if config.json has no vocab_size."""
         self._sampling = sampling
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
@@ -68,7 +68,7 @@ class TextCodec:
         self._silent = special & (ends | self._named_ids(model_folder, "pad_token"))
 
     def _named_ids(self, folder: Path, name: str, *more: str) -> set[int]:
-        """Return the tokens that files of a folder name so, as eos_token, and of more texts."""
+        """Return the tokens with a name, such as eos_token, in files of a folder, and of texts."""
         found: set[int] = set()
         for file in ("config.json", "generation_config.json"):
             ids = read_json(folder / file).get(f"{name}_id")
@@ -81,7 +81,7 @@ class TextCodec:
             found.update(number for number in given if number >= 0)  # -1: no token
         named = token_text(read_json(folder / "tokenizer_config.json").get(name))
         known = (self._tokenizer.token_to_id(text) for text in (named or "", *more))
-        return found | {one for one in known if one is not None}
+        return found | {token_id for token_id in known if token_id is not None}
 
     def text(self, prompt: Prompt) -> str:
         """Return the model's input: text as it is, turns through the chat template.
@@ -152,7 +152,7 @@ class TextCodec:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, or bytes of it where tokens are of bytes."""
+        """Characters of the longest token, or its bytes if tokens consist of bytes."""
         return max(map(len, self._tokenizer.get_vocab()), default=0)
 
     @property
@@ -162,9 +162,9 @@ class TextCodec:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return a response's text, with special tokens as sampling.skip_special_tokens says."""
-        said = [one for one in token_ids if one not in self._silent]
+        shown = [token_id for token_id in token_ids if token_id not in self._silent]
         skip = self._sampling.skip_special_tokens
-        text: str = self._tokenizer.decode(said, skip_special_tokens=skip)
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=skip)
         return text
 
 
@@ -176,7 +176,7 @@ def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> 
 
 
 def _vocab_size(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> int:
-    """Return how many tokens a model has; refuse a tokenizer with others, fewer are padding."""
+    """Return a model's number of tokens; refuse a tokenizer with more of them."""
     config = read_json(folder / "config.json")
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     largest = max(tokenizer.get_vocab().values(), default=-1)

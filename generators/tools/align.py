@@ -1,4 +1,4 @@
-"""What an engine computes of given tokens: log-probabilities, and the outputs of its layers."""
+"""Records what an engine computes for tokens: log-probabilities, and outputs of its layers."""
 
 import asyncio
 import json
@@ -51,18 +51,18 @@ def record(
     """Start an engine with ``recording_flags`` and return what it computes, by point.
 
     Args:
-        settings: of the engine; its layers write to ``folder``.
-        sequences: of tokens.
-        folder: of ``recording_flags``.
+        settings: Settings of the engine; its layers write to ``folder``.
+        sequences: Token ids.
+        folder: Folder of ``recording_flags``.
 
     Raises:
-        ConfigError: it does not start.
-        EngineError: it does not answer as it should.
+        ConfigError: the engine does not start.
+        EngineError: the engine does not answer as it should.
     """
     process = SglangProcess.start(settings, "align")
     try:
         asyncio.run(process.until_ready(settings.generators.start_timeout_s))
-        for file in folder.glob("*.npy"):  # of passes to warm up
+        for file in folder.glob("*.npy"):  # outputs of warm-up passes
             file.unlink()
         arrays = {LOGPROBS: asyncio.run(_record(process, settings, sequences))[:, None]}
     finally:
@@ -70,7 +70,7 @@ def record(
     numbers = sorted({int(file.name.split(".")[0]) for file in folder.glob("*.npy")})
     for number in numbers:
         layer, part = divmod(number, len(PARTS))
-        outputs = [one.reshape(len(one), -1) for one in _calls(folder, number)]
+        outputs = [output.reshape(len(output), -1) for output in _calls(folder, number)]
         arrays[point(layer, PARTS[part])] = np.concatenate(outputs)
     return arrays
 

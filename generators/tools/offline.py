@@ -1,17 +1,16 @@
 """Generate without a run: prompts, an engine and a reward function make a trajectory file.
 
-No broker, no learner: the policy is run.model, its tokens are labelled v0.0. A later start with the
-same settings answers the prompts that are not in the file yet.
+Without broker and learner: the policy is run.model, and its tokens are labelled v0.0. A later start
+with the same settings answers the prompts that are not in the file yet.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -19,6 +18,7 @@ from slipstream.broker.config import private_folders
 from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts, local_data
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.reward_worker.scorer import Rewards
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes.concurrency import Range
@@ -51,15 +51,7 @@ _log = logging.getLogger(__name__)
 _VERSION = PolicyVersion(0, 0)
 _PROGRESS_S = 5.0
 _ATTEMPTS = 2
-_RETRY_AFTER_S = 2.0  # by then we know whether the engine's process has ended
-
-
-class Scorer(Protocol):
-    """Gives rewards: a RewardPool."""
-
-    def score(self, work: Sequence[tuple[ScoringItem, Transcript]], /) -> AsyncIterator[Score]:
-        """Yield one score per answer, in any order."""
-        ...
+_RETRY_AFTER_S = 2.0  # time in which the end of an engine's process is noticed
 
 
 def answered_positions(path: Path) -> set[int]:
@@ -78,7 +70,7 @@ async def generate(
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(local_data(settings.generator.data, run), seed=run.seed)
-    folders = private_folders(run)  # of a run in the same place, if there is one
+    folders = private_folders(run)  # those of a run in the same folder, if they exist
     hidden = [p for p in settings.generator.hidden if p not in folders or p.exists()]
     async with AsyncExitStack() as cleanup:
         pool = await start_pool(settings.reward, hide=hidden)
@@ -102,11 +94,11 @@ async def generate(
         turn_sampler: TurnSampler | None = None
         generator = settings.generator
         if generator.environment.is_named:
-            acting = TurnSampler.running(
+            turns = TurnSampler.running(
                 generator.environment, generator.sampling, sampler, hide=generator.hidden
             )
-            turn_sampler = await cleanup.enter_async_context(acting)
-        generation = Generation(
+            turn_sampler = await cleanup.enter_async_context(turns)
+        generation = OfflineGeneration(
             settings, source, sampler, pool, writer, answered, turn_sampler=turn_sampler
         )
         async with running(generation.run(), watch(process)) as (job, watching):
@@ -124,7 +116,7 @@ class _Progress:
     prompts: int = 0
     tokens: int = 0
     dropped: int = 0
-    failed: int = 0  # of those dropped: the engine or an environment failed
+    failed: int = 0  # dropped because the engine or an environment failed
     rewards: list[float] = field(default_factory=list)
 
     def line(self) -> str:
@@ -137,7 +129,7 @@ class _Progress:
         )
 
 
-class Generation:
+class OfflineGeneration:
     """Keeps the engine busy with whole groups."""
 
     def __init__(
@@ -145,14 +137,14 @@ class Generation:
         settings: OfflineSettings,
         source: PromptSource,
         sampler: Sampler,
-        scorer: Scorer,
+        rewards: Rewards,
         writer: TrajectoryFileWriter,
         answered: set[int],
         *,
         turn_sampler: TurnSampler | None = None,
         retry_after_s: float = _RETRY_AFTER_S,
     ) -> None:
-        """Prepare; ``answered`` are the positions of the prompts that are done already.
+        """Prepare; ``answered`` are the positions of prompts with an answer in the file.
 
         A ``turn_sampler`` runs trajectories of several turns; None answers prompts in one.
         """
@@ -163,7 +155,7 @@ class Generation:
         self._settings = settings
         self._source = source
         self._sampler = sampler
-        self._scorer = scorer
+        self._rewards = rewards
         self._writer = writer
         total = settings.num_prompts or source.num_rows
         self._open = [position for position in range(total) if position not in answered]
@@ -205,7 +197,7 @@ class Generation:
                 _log.warning("prompt %d dropped: %s", position, reason)
 
     async def _one_prompt(self, position: int) -> str:
-        """Record the group of one prompt, or return why there is none."""
+        """Record the group of one prompt, or return the reason for dropping it."""
         prompt = self._source.at(position)
         try:
             prompt_ids = self._sampler.codec.encode(prompt)
@@ -233,7 +225,7 @@ class Generation:
         cut_off = [header for header in headers if header.finish_reason == "length"]
         if cut_off and self._settings.generator.sampling.overlong_responses == "drop":
             return f"{len(cut_off)} responses were cut off (sampling.overlong_responses)"
-        transcripts = [submitted_transcript(one, prompt) for one in submissions]
+        transcripts = [submitted_transcript(submission, prompt) for submission in submissions]
         scores = await self._scores(submissions, transcripts)
         self._progress.tokens += sum(header.num_response_tokens for header in headers)
         trajectories = []
@@ -281,7 +273,7 @@ class Generation:
             if message.score is None
         ]
         if to_score:
-            scores |= {one.sibling: one async for one in self._scorer.score(to_score)}
+            scores |= {score.sibling: score async for score in self._rewards.score(to_score)}
         return scores
 
     async def _sampled(
@@ -308,21 +300,21 @@ class Generation:
         prompt_ids: list[int],
         done: dict[int, Submission],
     ) -> None:
-        """Sample siblings into ``done``; one that fails does not keep the others from it."""
+        """Sample siblings into ``done``; the failure of one does not affect the others."""
         turn_sampler = self._turn_sampler
         if turn_sampler is None:
-            found = await run_rollouts(self._sampler, work, siblings, prompt_ids)
-            done |= {message.header.sibling: (message, frames) for message, frames in found}
+            sampled = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            done |= {message.header.sibling: (message, frames) for message, frames in sampled}
             return
         booking = self._lanes.book(len(siblings))
 
-        async def one(sibling: int) -> None:
+        async def run(sibling: int) -> None:
             async with booking.by_call() as lanes:
                 done[sibling] = await turn_sampler.run(work, sibling, lanes)
 
         try:
             await booking.enter()
-            failures = await asyncio.gather(*map(one, siblings), return_exceptions=True)
+            failures = await asyncio.gather(*map(run, siblings), return_exceptions=True)
         finally:
             booking.close()
         for error in failures:

@@ -1,9 +1,9 @@
-"""What a policy was given and chose in one trajectory, to the token.
+"""Tokens that a policy was given and chose in one trajectory.
 
 Calls of the engine are recorded as they were made: prompt tokens and the response to them. A call
-whose prompt begins with everything that a branch has continues that branch; any other one begins
-a branch of its own. So no token is rendered or tokenized twice, whatever happened to the text
-between two calls, and each chosen token is in the loss once.
+whose prompt begins with all tokens of a branch continues that branch; any other call begins a new
+branch. So no token is rendered or tokenized twice, whatever happened to the text between two
+calls, and each chosen token is in the loss once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,21 +25,21 @@ class TrajectoryLimitError(ValueError):
 class _Call(NamedTuple):
     """A reply within a branch."""
 
-    number: int  # of the trajectory's calls, in the order of time
+    number: int  # place among the trajectory's calls, in the order of time
     num_before: int  # tokens of the branch before its prompt
-    first_token: int  # of the reply
+    first_token: int  # first token of the reply
     completion: Completion
 
 
-class _Said(NamedTuple):
-    """A turn of a branch, and the calls that it is of."""
+class _BranchTurn(NamedTuple):
+    """A turn of a branch, and the calls that it consists of."""
 
     turn: Turn
     calls: tuple[_Call, ...]
 
 
 class _Branch:
-    """Tokens that attend to each other, [n], and the calls that they are of."""
+    """Tokens that attend to each other, [n], and the calls that produced them."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -59,25 +59,25 @@ class _Branch:
         del self.token_ids[self.calls.pop().num_before :]
 
     @property
-    def turns(self) -> list[_Said]:
-        turns: list[_Said] = []
+    def turns(self) -> list[_BranchTurn]:
+        turns: list[_BranchTurn] = []
         for call in self.calls:
             first, count = call.first_token, len(call.completion.token_ids)
             calls: tuple[_Call, ...] = (call,)
-            if turns and turns[-1].turn.end == first:  # a response that goes on
+            if turns and turns[-1].turn.end == first:  # continues the response before
                 before = turns.pop()
                 first, count = before.turn.first_token, before.turn.num_tokens + count
                 calls = (*before.calls, call)
-            turns.append(_Said(Turn(first, count), calls))
+            turns.append(_BranchTurn(Turn(first, count), calls))
         return turns
 
     @property
     def logprobs(self) -> list[float]:
-        found = [0.0] * len(self.token_ids)
+        logprobs = [0.0] * len(self.token_ids)
         for call in self.calls:
             end = call.first_token + len(call.completion.token_ids)
-            found[call.first_token : end] = call.completion.logprobs
-        return found
+            logprobs[call.first_token : end] = call.completion.logprobs
+        return logprobs
 
     @property
     def version_runs(self) -> list[VersionRun]:
@@ -90,11 +90,11 @@ class _Branch:
 
     @property
     def kept(self) -> list[list[int]]:
-        return [one for call in self.calls for one in call.completion.kept or ()]
+        return [ids for call in self.calls for ids in call.completion.kept or ()]
 
     @property
     def experts(self) -> list[NDArray[np.int32]]:
-        """Rows of n - 1 tokens in all, each of the call that computed it first."""
+        """Rows of n - 1 tokens, each from the call that computed it first."""
         rows: list[NDArray[np.int32]] = []
         for call in self.calls:
             if call.completion.experts is not None:
@@ -109,15 +109,16 @@ class Conversation:
         """Begin without a token.
 
         Args:
-            max_turns: replies in all branches.
-            max_tokens: of all branches together, context included: what the learner will compute.
+            max_turns: Most replies in all branches.
+            max_tokens: Most tokens of all branches together, context included: the tokens that the
+                learner will compute.
         """
         self.max_turns = max_turns
         self.max_tokens = max_tokens
         self._branches: list[_Branch] = []
-        self._claimed: list[_Branch | None] = []  # by replies that are being generated
-        self._num_pending = 0  # of these replies
-        self._pending_tokens = 0  # that they and what is new in their prompts may have
+        self._claimed: list[_Branch | None] = []  # branches of pending replies
+        self._num_pending = 0  # replies that are being generated
+        self._pending_tokens = 0  # limit of their tokens and of new tokens in their prompts
         self._num_calls = 0
 
     @property
@@ -127,7 +128,7 @@ class Conversation:
 
     @property
     def is_full(self) -> bool:
-        """True if it has all the turns that it may have, those under way included."""
+        """True if it has its most turns, pending replies included."""
         return self.num_turns + self._num_pending >= self.max_turns
 
     @property
@@ -139,28 +140,28 @@ class Conversation:
     def room(self, prompt_ids: Sequence[int], most: int) -> Iterator[int]:
         """Yield how many tokens a reply to this prompt may have, ``most`` at most.
 
-        Until the end of the context they are spoken for: calls may be under way side by side.
+        They are reserved until the end of the context: several calls may be under way.
 
         Raises:
-            TrajectoryLimitError: none.
+            TrajectoryLimitError: there is no room for a token.
         """
         branch, new, room = self._room(prompt_ids)
-        found = min(room, most)
+        granted = min(room, most)
         self._claimed.append(branch)
         self._num_pending += 1
-        self._pending_tokens += new + found
+        self._pending_tokens += new + granted
         try:
-            yield found
+            yield granted
         finally:
             self._claimed.remove(branch)
             self._num_pending -= 1
-            self._pending_tokens -= new + found
+            self._pending_tokens -= new + granted
 
     def _room(self, prompt_ids: Sequence[int]) -> tuple["_Branch | None", int, int]:
-        """Return the branch of a prompt, how many tokens are new, and how many a reply may have."""
+        """Return the branch of a prompt, its number of new tokens, and the room for a reply."""
         branch = self._continued(prompt_ids)
         if branch is not None and branch in self._claimed:
-            branch = None  # another reply goes on there: this one begins its own
+            branch = None  # another reply continues it: this one begins a branch
         if self.is_full:
             raise TrajectoryLimitError(
                 f"a trajectory has {self.max_turns} turns at most (environment.max_turns)"
@@ -178,14 +179,14 @@ class Conversation:
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Record a response to a prompt of these tokens."""
         branch = self._continued(prompt_ids)
-        if branch is None or branch in self._claimed:  # it is for a reply that is under way
+        if branch is None or branch in self._claimed:  # reserved for a pending reply
             branch = _Branch()
             self._branches.append(branch)
         branch.add(self._num_calls, prompt_ids, completion)
         self._num_calls += 1
 
     def withdraw(self, completion: Completion) -> bool:
-        """Take back a response that nobody got; False if another one goes on after it already."""
+        """Take back an undelivered response; return False if another one continues it already."""
         before = self.num_turns
         for branch in self._branches:
             if branch.calls[-1].completion is completion:
@@ -194,9 +195,9 @@ class Conversation:
         return self.num_turns < before
 
     def _continued(self, prompt_ids: Sequence[int]) -> _Branch | None:
-        """Return the branch that a prompt continues; of several the longest, then the newest."""
-        found = [branch for branch in self._branches if branch.continues(prompt_ids)]
-        return max(reversed(found), key=lambda one: len(one.token_ids), default=None)
+        """Return the branch that a prompt continues: the longest, then the newest."""
+        known = [branch for branch in self._branches if branch.continues(prompt_ids)]
+        return max(reversed(known), key=lambda branch: len(branch.token_ids), default=None)
 
     # ---- the whole trajectory --------------------------------------------------
 
@@ -210,29 +211,29 @@ class Conversation:
     def turns(self) -> tuple[Turn, ...]:
         """Places of the chosen tokens."""
         return tuple(
-            Turn(start + said.turn.first_token, said.turn.num_tokens)
+            Turn(start + part.turn.first_token, part.turn.num_tokens)
             for start, branch in self._placed()
-            for said in branch.turns
+            for part in branch.turns
         )
 
-    def by_turn(self, of_replies: Sequence[float]) -> tuple[float, ...]:
-        """Return the sum over each turn, in the order of ``turns``, of numbers of replies.
+    def by_turn(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the sum over each turn, in the order of ``turns``, of values of replies.
 
         Args:
-            of_replies: of those that were not withdrawn, in the order in which they were recorded.
+            values: Values of all replies that were not withdrawn, in the order of time.
         """
         calls = [call for branch in self._branches for call in branch.calls]
         numbers = sorted(call.number for call in calls)
-        given = dict(zip(numbers, of_replies, strict=True))
+        by_number = dict(zip(numbers, values, strict=True))
         return tuple(
-            sum(given[call.number] for call in said.calls)
+            sum(by_number[call.number] for call in part.calls)
             for branch in self._branches
-            for said in branch.turns
+            for part in branch.turns
         )
 
     @property
     def version_runs(self) -> tuple[VersionRun, ...]:
-        """Which versions chose them; a branch begins a run."""
+        """Versions that chose them; a branch begins a run."""
         return tuple(
             VersionRun(start + run.first_token, run.version)
             for start, branch in self._placed()
@@ -252,23 +253,23 @@ class Conversation:
     @property
     def token_ids(self) -> list[int]:
         """[T]."""
-        return [one for branch in self._branches for one in branch.token_ids]
+        return [token for branch in self._branches for token in branch.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
         """[T], 0.0 for context."""
-        return [one for branch in self._branches for one in branch.logprobs]
+        return [logprob for branch in self._branches for logprob in branch.logprobs]
 
     @property
     def kept(self) -> list[list[int]] | None:
-        """Of each chosen token, those that it was sampled from; None where they are not known."""
-        kept = [one for branch in self._branches for one in branch.kept]
+        """Tokens that each chosen token was sampled from; None if they are not known."""
+        kept = [ids for branch in self._branches for ids in branch.kept]
         return kept if len(kept) == sum(turn.num_tokens for turn in self.turns) else None
 
     @property
     def experts(self) -> NDArray[np.int32] | None:
-        """[T - number of branches, layers, experts]; None where they are not known."""
-        rows = [one for branch in self._branches for one in branch.experts]
+        """[T - number of branches, layers, experts]; None if they are not known."""
+        rows = [part for branch in self._branches for part in branch.experts]
         if not rows or sum(map(len, rows)) != self.num_tokens - len(self._branches):
             return None
         return np.concatenate(rows)

@@ -1,10 +1,10 @@
-"""From messages to token ids, without rendering again what the policy said.
+"""From messages to token ids, without rendering replies of the policy again.
 
-A reply is kept as the tokens that were chosen. What follows it, new messages and the prompt for
-the next reply, is what the chat template writes after a reply; that this does not depend on what
-was said before is checked once for each template. Whatever a template does to earlier replies
-(Qwen3's leaves out their reasoning) is therefore not done. A reply that was cut off is closed as
-the template closes one: those tokens are context.
+A reply is kept as the tokens that were chosen. The tokens after it, of new messages and the prompt
+for the next reply, are those that the chat template writes after a reply; a check once for each
+template shows that they do not depend on earlier messages. Changes that a template makes to earlier
+replies (Qwen3's leaves out their reasoning) are therefore not made. A reply that was cut off is
+closed as the template closes a reply: those tokens are context.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
-Message: TypeAlias = Mapping[str, Json]  # as of OpenAI's chat API
+Message: TypeAlias = Mapping[str, Json]  # message of OpenAI's chat API
 _ELSE = "something else 9z8y"
 _USER: Message = {"role": "user", "content": "a question 7g8h"}
 _SYSTEM: Message = {"role": "system", "content": "rules"}
@@ -33,10 +33,10 @@ _TOOL = {
 
 
 class TemplateNotAppendOnlyError(ConfigError):
-    """What a chat template writes after a reply depends on what was said before."""
+    """The text that a chat template writes after a reply depends on earlier messages."""
 
 
-class Rendering:
+class MessageRendering:
     """The token ids of messages, by one chat template and tokenizer."""
 
     def __init__(
@@ -49,19 +49,19 @@ class Rendering:
         """Use a tokenizer: ``encode`` adds no special tokens.
 
         Args:
-            template: of the model; without one texts of messages follow each other as they are.
-            encode: text to token ids.
-            token_text: the text of one token, special ones included.
-            end_token_ids: that end a reply.
+            template: Template of the model; without one texts of messages are joined unchanged.
+            encode: Turns text into token ids.
+            token_text: Returns the text of one token, special ones included.
+            end_token_ids: Tokens that end a reply.
         """
         self._template = template
         self._encode = encode
         self._token_text = token_text
         self._ends = frozenset(end_token_ids)
-        self._marker = f"reply {secrets.token_hex(12)} 5e6f"  # that no message contains
+        self._marker = f"reply {secrets.token_hex(12)} 5e6f"  # no message contains it
 
     def check(self, *, uses_tools: bool = False) -> None:
-        """Refuse a template whose text after a reply depends on what was said before it.
+        """Refuse a template whose text after a reply depends on earlier messages.
 
         Raises:
             TemplateNotAppendOnlyError: it does, or takes no conversation of several turns.
@@ -78,29 +78,27 @@ class Rendering:
                 [_USER, {"role": "assistant", "content": _ELSE}],
             )
             try:
-                found = {self._after(new, history) for history in histories}
-                found.update(self._after_what_may_be_refused(new, uses_tools=uses_tools))
+                texts = {self._after(new, history) for history in histories}
+                texts.update(self._after_optional_parts(new, uses_tools=uses_tools))
             except ValueError as error:
                 what = " with tools" if new[0] is _RESULT else ""
                 raise TemplateNotAppendOnlyError(
                     f"the chat template takes no conversation of several turns{what}: {error} "
                     "(sampling.chat_template)"
                 ) from error
-            if len(found) > 1:
-                one, other, *_ = sorted(found)
+            if len(texts) > 1:
+                first, second, *_ = sorted(texts)
                 raise TemplateNotAppendOnlyError(
-                    f"after a reply the chat template writes {one[:200]!r} or {other[:200]!r}, "
+                    f"after a reply the chat template writes {first[:200]!r} or {second[:200]!r}, "
                     "depending on what was said before, tools and system messages included: the "
                     "tokens of a conversation cannot be kept as they were sampled "
                     "(sampling.chat_template)"
                 )
 
-    def _after_what_may_be_refused(
-        self, new: Sequence[Message], *, uses_tools: bool
-    ) -> Iterator[str]:
-        """Yield what follows a reply with tools, and with a system message, where there may be one.
+    def _after_optional_parts(self, new: Sequence[Message], *, uses_tools: bool) -> Iterator[str]:
+        """Yield the text after a reply with tools, and with a system message if that is accepted.
 
-        Templates that write either before the newest question are none that can be appended to.
+        Templates that write either before the newest question cannot be appended to.
         """
         if uses_tools:
             yield self._after(new, tools=[_TOOL])
@@ -108,18 +106,18 @@ class Rendering:
             yield self._after(new, [_SYSTEM])
 
     def why_no_tools(self) -> str:
-        """Return why the policy is not told of tools; empty if it is.
+        """Return why the prompt does not list the tools; empty if it does.
 
-        A template may leave them out on purpose: what a data set asks may describe them.
+        A template may leave them out on purpose: prompts of a data set may describe them.
         """
         if self._template is None:
             return "the model has no chat template"
         try:
-            told, untold = self.text([_USER], [_TOOL]), self.text([_USER])
+            listed, plain = self.text([_USER], [_TOOL]), self.text([_USER])
         except ValueError as error:
             return f"the chat template {self._template.origin} refuses tools: {error}"
         same = f"the chat template {self._template.origin} writes the same with tools and without"
-        return same if told == untold else ""
+        return same if listed == plain else ""
 
     @cached_property
     def opening(self) -> str:
@@ -140,8 +138,8 @@ class Rendering:
         """Return the tokens between a reply and the next one.
 
         Args:
-            reply_ids: of the reply, as they were sampled.
-            new: messages since then, none of them a reply.
+            reply_ids: Tokens of the reply, as they were sampled.
+            new: Messages since then, without replies.
 
         Raises:
             ValueError: the template refuses them.
@@ -150,8 +148,8 @@ class Rendering:
         if reply_ids and reply_ids[-1] in self._ends:
             # The template closes a reply with the token that ended it, which is there already.
             end = self._token_text(reply_ids[-1])
-            before, found, after = text.partition(end) if end else ("", "", "")
-            if found and not before.strip():
+            before, closing, after = text.partition(end) if end else ("", "", "")
+            if closing and not before.strip():
                 text = after
         return self._encode(text)
 
@@ -161,7 +159,7 @@ class Rendering:
         history: Sequence[Message] = (),
         tools: Sequence[Json] | None = None,
     ) -> str:
-        """Return what the template writes after a reply that ``new`` messages follow."""
+        """Return the text that the template writes after a reply, for ``new`` messages."""
         reply: Message = {"role": "assistant", "content": self._marker}
         text = self.text([*history, _USER, reply, *new], tools)
         _, marker, after = text.rpartition(self._marker)
@@ -170,7 +168,7 @@ class Rendering:
         return after
 
     def text(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> str:
-        """Return what the template writes of messages, with the prompt for a reply.
+        """Return the text that the template writes for messages, with the prompt for a reply.
 
         Raises:
             ValueError: it refuses them.

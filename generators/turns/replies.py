@@ -1,6 +1,6 @@
-"""The seam of replies: a thought, then calls of tools, and the text that is neither.
+"""Parts of replies: a thought, tool calls, and the text that is neither.
 
-Every character of a reply ends up in one of them; nothing inside a thought is carried out.
+Every character of a reply ends up in one of them; tool calls inside a thought are not carried out.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ class ParsedReply(NamedTuple):
 
     thought: str
     text: str
-    tool_calls: list[dict[str, Json]]  # as of OpenAI's API
-    num_unreadable: int = 0  # calls that stay in the text, because their parser cannot read them
+    tool_calls: list[dict[str, Json]]  # tool calls of OpenAI's API
+    num_unreadable: int = 0  # calls that stay in the text, because they cannot be read
 
 
 class _Before(NamedTuple):
     text: str  # end of the prompt that a parser must see before a reply
     thought: str  # part of it that comes back as a thought
     rest: str
-    is_closed: bool  # True where its thought is
+    is_closed: bool  # True if its thought is closed
 
 
 class ReplyParser:
@@ -37,13 +37,13 @@ class ReplyParser:
     def __init__(
         self, engine: InferenceEngine, *, tools: str = "", reasoning: str = "", opening: str = ""
     ) -> None:
-        """Use the parsers of these names; none is empty.
+        """Use the parsers with these names.
 
         Args:
-            engine: has the parsers.
-            tools: name of the parser of calls.
-            reasoning: name of the parser of thoughts; without one they remain in the text.
-            opening: what the template writes before a reply, which may begin a thought.
+            engine: Engine that has the parsers.
+            tools: Name of the parser of calls; empty for none.
+            reasoning: Name of the parser of thoughts; empty leaves thoughts in the text.
+            opening: Text that the template writes before a reply, which may begin a thought.
         """
         self._engine = engine
         self._tools = tools
@@ -53,11 +53,11 @@ class ReplyParser:
         self._is_inside = opening.rfind(THINK) > opening.rfind(THINK_ENDS)
 
     async def check(self) -> None:
-        """See that the engine knows the parsers.
+        """Check that the engine knows the parsers.
 
         Raises:
-            ConfigError: it does not.
-            EngineError: it does not answer.
+            ConfigError: a parser is unknown.
+            EngineError: the engine does not answer.
         """
         setting = f"{self._tools!r} (environment.tool_call_parser)"
         try:
@@ -75,26 +75,26 @@ class ReplyParser:
         Raises:
             EngineError: the engine does not answer.
         """
-        thought, said = await self._separated(text) if self._reasoning else ("", text)
-        parts = split_thoughts(said, is_inside=self._is_inside and not self._reasoning)
+        thought, rest = await self._separated(text) if self._reasoning else ("", text)
+        parts = split_thoughts(rest, is_inside=self._is_inside and not self._reasoning)
         if self._reasoning:
             thoughts = [thought, *(part.thought for part in parts if part.thought is not None)]
             thought = "\n".join(filter(None, thoughts))
             parts = [TextPart("".join(part.text for part in parts if part.thought is None))]
         texts, calls, num_unreadable = list[str](), list[dict[str, Json]](), 0
         for part in parts:
-            rest, found, unreadable = part.text, list[dict[str, Json]](), 0
+            rest, part_calls, unreadable = part.text, list[dict[str, Json]](), 0
             if tools and self._tools and part.thought is None and rest.strip():
-                rest, found, unreadable = await self._called(rest, tools)
+                rest, part_calls, unreadable = await self._called(rest, tools)
             texts.append(rest)
-            calls += found
+            calls += part_calls
             num_unreadable += unreadable
         return ParsedReply(thought, "".join(texts), calls, num_unreadable)
 
     async def _called(
         self, text: str, tools: Sequence[Json]
     ) -> tuple[str, list[dict[str, Json]], int]:
-        """Return a text without its calls, those, and how many cannot be read."""
+        """Return a text without its calls, the calls, and the number of unreadable ones."""
         try:
             rest, calls, num_unreadable = await self._engine.tool_calls(text, tools, self._tools)
         except EngineRefusedError:
@@ -109,29 +109,29 @@ class ReplyParser:
         thought, rest = await self._separate(before.text + text)
         own_thought = thought.removeprefix(before.thought)
         if before.is_closed and thought != before.thought:  # the reply has marks of its own
-            _, said = await self._separate(before.text + _REPLY + text)
-            if _REPLY not in said:  # its first one closes, and was taken for that of the opening
+            _, outside = await self._separate(before.text + _REPLY + text)
+            if _REPLY not in outside:  # its first mark closes, and was taken for the opening's
                 return await self._separate(text)
             own_thought = own_thought.removeprefix("\n")  # between two thoughts
         return own_thought, rest.removeprefix(before.rest)
 
     async def _marks_before(self) -> _Before:
-        """Return what a parser must see before a reply.
+        """Return the end of the prompt that a parser must see before a reply.
 
-        That is where the template opens a thought, or has closed it.
+        It is empty unless the template opens a thought, or has closed it.
         """
         known = self._opening + _REPLY
-        found = await self._separate(known)
-        if known in found:
+        separated = await self._separate(known)
+        if known in separated:
             return _Before("", "", "", is_closed=False)
-        text, is_closed = self._opening, found[1].endswith(_REPLY)
-        for start in range(len(self._opening), -1, -1):  # the shortest end of it does that, too
+        text, is_closed = self._opening, separated[1].endswith(_REPLY)
+        for start in range(len(self._opening), -1, -1):  # find the shortest end with this effect
             text = self._opening[start:]
-            found = await self._separate(text + _REPLY)
-            is_marked = (text + _REPLY).strip() not in map(str.strip, found)
-            if is_marked and found[1].endswith(_REPLY) is is_closed:
+            separated = await self._separate(text + _REPLY)
+            is_marked = (text + _REPLY).strip() not in map(str.strip, separated)
+            if is_marked and separated[1].endswith(_REPLY) is is_closed:
                 break
-        thought, rest = (part.removesuffix(_REPLY) for part in found)
+        thought, rest = (part.removesuffix(_REPLY) for part in separated)
         return _Before(text, thought, rest, is_closed)
 
     async def _separate(self, text: str) -> tuple[str, str]:

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.generators.engine import Scores
-from slipstream.generators.versions.probe_noise import Difference, Noise, difference
+from slipstream.generators.versions.probe_noise import LogprobDifference, Noise, difference
 from slipstream.wire.errors import EngineError, QuarantineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
-_TRIES = 3  # of an engine that fails to answer
+_TRIES = 3  # failures of an engine to answer
 _RETRY_S = 1.0  # after an error
 _AGAIN_S = 0.05  # after a change of versions
-_KEPT = 8  # probes of versions that an answer may still be of
+_KEPT = 8  # probes of versions that may still have answers
 
 
 class ScoringEngine(Protocol):
-    """What is asked of an engine."""
+    """The part of an engine that computes probes."""
 
     async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
         """Return the logprobs of tokens after the context, from the cache where it has any."""
@@ -39,17 +39,19 @@ class ProbeAudit:
         self._engine = engine
         self._noise = noise
         self._probes: dict[PolicyVersion, ProbeLogprobs] = {}  # the newest, oldest first
-        self._engines: Sequence[str] = ()  # that served parts of the version adopted last
-        self._pending: PolicyVersion | None = None  # adopted last, and without a verdict
+        self._engines: Sequence[str] = ()  # engines that served parts of the last version
+        self._pending: PolicyVersion | None = None  # last adopted version, without a verdict
         self._passed: PolicyVersion | None = None  # answers up to this version may be sent
         self._changed = asyncio.Event()
-        self._scored: PolicyVersion | None = None  # the newest that the engine has answered under
-        self._is_unsure = False  # what it has computed of a probe since then
+        self._scored: PolicyVersion | None = (
+            None  # newest version that the engine has answered under
+        )
+        self._is_unsure = False  # True: it may have computed a probe since then
         self._num_adopts = 0
         self._num_pauses = 0
         self._is_paused = False
-        self.condemned: PolicyVersion | None = None  # that the engine does not compute
-        self.last: Difference | None = None
+        self.condemned: PolicyVersion | None = None  # version that the engine does not compute
+        self.last: LogprobDifference | None = None
         self.counters = dict.fromkeys(("probes", "unproven"), 0.0)
 
     # ---- callbacks of the weight bus -----------------------------------------
@@ -69,9 +71,9 @@ class ProbeAudit:
         """The engine runs a version; without a probe its answers are sent as they come.
 
         Args:
-            version: that it runs.
-            probe: what it is to compute.
-            engines: other engines that have served parts of it.
+            version: Version that the engine runs.
+            probe: Logprobs that the engine should compute; None for a version without a probe.
+            engines: Other engines that have served parts of the version.
         """
         self._num_adopts += 1
         self._engines = engines
@@ -106,7 +108,7 @@ class ProbeAudit:
         """Compare until cancelled.
 
         Raises:
-            QuarantineError: the engine computes something else than the learner.
+            QuarantineError: the engine computes other logprobs than the learner.
         """
         num_failed, of_adopt = 0, 0
         while True:
@@ -131,10 +133,10 @@ class ProbeAudit:
             await asyncio.sleep(again_s)
 
     async def _ask(self, version: PolicyVersion) -> str:
-        """Have a probe computed and decide; return why there is no verdict, empty if there is one.
+        """Have a probe computed and judge it; return why there is no verdict, or an empty text.
 
-        A pause has a request computed again, under the version that follows. There is no verdict
-        then: that one's probe has other tokens.
+        After a pause a request is computed again, under the next version, whose probe has other
+        tokens: then there is no verdict.
 
         Raises:
             EngineError: the engine did not answer.
@@ -148,7 +150,7 @@ class ProbeAudit:
         is_new = self._scored is None or self._scored < found
         is_first = is_new and not self._is_unsure and num_pauses == self._num_pauses
         self._scored, self._is_unsure = found, False
-        # One that was proven is pending again after a repair.
+        # A proven version is pending again after a repair.
         is_due = found == self._pending or self._is_open(found)
         if found != version or not is_due:
             return f"the engine computed it under {found.label}"
@@ -158,7 +160,7 @@ class ProbeAudit:
     def _judge(
         self, version: PolicyVersion, probe: ProbeLogprobs, scores: Scores, *, is_first: bool
     ) -> None:
-        """Pass a version or raise; it is the engine's first probe of it or may not be."""
+        """Pass a version or raise; ``is_first`` is True for the engine's first probe of it."""
         self.counters["probes"] += 1
         found = difference(scores.logprobs, probe.logprobs)
         self.last, bound = found, self._noise.bound
@@ -171,7 +173,7 @@ class ProbeAudit:
             self._condemn(version, f"its logprobs of the probe differ by {found}, of noise {bound}")
         _log.info("%s is proven: %s", version.label, found)
         self.counters["unproven"] += sum(
-            self._is_open(one) and one < version for one in self._probes
+            self._is_open(known) and known < version for known in self._probes
         )
         if self._pending is not None and self._pending <= version:
             self._pending = None

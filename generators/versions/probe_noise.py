@@ -1,4 +1,4 @@
-"""Pure: which differences between engine and learner are noise, and which are none."""
+"""Pure: which differences between engine and learner are noise."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ EXPERTS_FLOORS = {"float32": 5e-3, "bfloat16": 2e-2}  # a token may get another 
 WORST_OF_MEAN = 16.0  # limits and floors of the worst token, times those of the mean
 
 
-class Difference(NamedTuple):
+class LogprobDifference(NamedTuple):
     """Distance between two sets of logprobs, in nats."""
 
-    mean: float  # of the absolute differences
+    mean: float  # mean of the absolute differences
     worst: float
 
     @override
@@ -24,62 +24,64 @@ class Difference(NamedTuple):
         return f"{self.mean:.3g} nats on average, {self.worst:.3g} at worst"
 
 
-def difference(theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> Difference:
-    """Compare logprobs, [S, N] each. What is no number is infinitely far."""
+def difference(
+    theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
+) -> LogprobDifference:
+    """Compare logprobs, [S, N] each. A value that is no number is infinitely far."""
     every = [
-        abs(one - other)
-        for row, others in zip(theirs, ours, strict=True)
-        for one, other in zip(row, others, strict=True)
+        abs(their - our)
+        for their_row, our_row in zip(theirs, ours, strict=True)
+        for their, our in zip(their_row, our_row, strict=True)
     ]
-    if not all(math.isfinite(one) for one in every):
-        return Difference(math.inf, math.inf)
-    return Difference(math.fsum(every) / len(every), max(every))
+    if not all(map(math.isfinite, every)):
+        return LogprobDifference(math.inf, math.inf)
+    return LogprobDifference(math.fsum(every) / len(every), max(every))
 
 
-TIMES = Difference(2.5, 8.0)  # a low quartile of the noise seen
-EXPERTS_TIMES = Difference(5.0, 32.0)
+TIMES = LogprobDifference(2.5, 8.0)  # a low quartile of the noise seen
+EXPERTS_TIMES = LogprobDifference(5.0, 32.0)
 
 
 class Noise:
     """The noise of one engine, learned from its first probes.
 
     Two figures of a probe's N differences are judged: their mean, which a small shift of all moves,
-    and the worst. Of honest publishes both are lognormal, nearly. The logarithm of the mean
-    deviates by 0.07 in bfloat16, 0.16 with experts, and that of the worst by 0.19 and 0.56 (N = 96;
-    301 and 401 publishes). A low quartile of the first 16 is not moved by those that a fault made
+    and the worst. Both are nearly lognormal over honest publishes. The logarithm of the mean
+    deviates by 0.07 in bfloat16, 0.16 with experts, that of the worst by 0.19 and 0.56 (N = 96; 301
+    and 401 publishes). A low quartile of the first 16 is not moved by differences that a fault made
     larger; the lowest of any 16 was 0.87 of the median of all (0.80), and of the worst 0.81 (0.52).
     So the bounds are 11 deviations (9) above the median of the mean, and 10 (5) of the worst: 3e-7
     of honest publishes are beyond 5.
 
-    After one probe the bound is 16 times as wide, and it closes in with each. After 16 nothing is
-    learned any more, so that a fault which grows does not become the noise that it is compared
-    with. Limits of the type stand before the first probe and above any noise, floors below it.
+    After one probe the bound is 16 times as wide, and it narrows with each further probe. After 16
+    probes nothing more is learned, so that a growing fault does not become the noise that it is
+    compared with. The type has a limit, which also holds before the first probe, and a floor.
     """
 
     def __init__(self, dtype: str, *, has_experts: bool = False, limit: float = 0.0) -> None:
-        """Begin with what is never noise in a type; ``limit`` replaces the mean of that."""
+        """Begin with the limit of a type; ``limit`` replaces its mean."""
         self._limit = limit or LIMITS[dtype]
         floors = EXPERTS_FLOORS if has_experts else FLOORS
         self._floor = min(floors[dtype], self._limit)
         self._times = EXPERTS_TIMES if has_experts else TIMES
-        self._seen: list[Difference] = []
+        self._seen: list[LogprobDifference] = []
 
     @property
-    def bound(self) -> Difference:
+    def bound(self) -> LogprobDifference:
         """The largest difference that is taken for noise."""
-        limit = Difference(self._limit, WORST_OF_MEAN * self._limit)
+        limit = LogprobDifference(self._limit, WORST_OF_MEAN * self._limit)
         if not self._seen:
             return limit
         few = CALIBRATION / len(self._seen)
         means, worst = zip(*self._seen, strict=True)
-        floor = Difference(self._floor, WORST_OF_MEAN * self._floor)
-        return Difference(
+        floor = LogprobDifference(self._floor, WORST_OF_MEAN * self._floor)
+        return LogprobDifference(
             min(limit.mean, max(floor.mean, few * self._times.mean * _quartile(means))),
             min(limit.worst, max(floor.worst, few * self._times.worst * _quartile(worst))),
         )
 
-    def is_noise(self, found: Difference) -> bool:
-        """True if a difference is taken for noise, from which is learned then."""
+    def is_noise(self, found: LogprobDifference) -> bool:
+        """Return True if a difference is taken for noise; learn from it then."""
         bound = self.bound
         if found.mean > bound.mean or found.worst > bound.worst:
             return False

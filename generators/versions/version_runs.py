@@ -8,7 +8,7 @@ from slipstream.wire.messages.trajectory import VersionRun
 from slipstream.wire.messages.versions import PolicyVersion, parse_label
 
 
-class Span(TypedDict):
+class VersionSpan(TypedDict):
     """Tokens [start, end) of the output were chosen by the weights called ``version``."""
 
     version: str
@@ -16,7 +16,9 @@ class Span(TypedDict):
     end: int
 
 
-def version_starts(spans: Sequence[Span], num_tokens: int) -> list[tuple[int, PolicyVersion]]:
+def version_starts(
+    spans: Sequence[VersionSpan], num_tokens: int
+) -> list[tuple[int, PolicyVersion]]:
     """Return (first token, version) per run of equal versions.
 
     Raises:

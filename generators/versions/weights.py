@@ -12,7 +12,7 @@ from slipstream.wire.settings.sections import RunSection, relay_address
 
 _log = logging.getLogger(__name__)
 _ASK_S = 1.0
-_AGAIN_S = 2.0  # of silence: it may have been replaced, or not have known the key
+_AGAIN_S = 2.0  # silence after which it may have been replaced, or not know the key
 _LOG_EVERY = 30  # questions
 
 

@@ -14,6 +14,7 @@ from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, until_load
+from tests.support.engine_steps import load_folder, pause
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S, until_async
@@ -68,7 +69,7 @@ class OnEngine:
                 engine.sample(PROMPT, LONG, count=count, seeds=range(1, count + 1))
             )
             await self.until_busy(asked, count)
-            in_flight = await engine.pause()
+            in_flight = await pause(engine)
             if await self._num_running(asked, count) == count:
                 assert in_flight == count
                 return asked
@@ -87,7 +88,7 @@ class OnEngine:
         """Wait until no answer is in the making, not even one whose caller has gone."""
 
         async def is_idle() -> bool:
-            in_flight = await engine.pause()
+            in_flight = await pause(engine)
             await engine.resume()
             return in_flight == 0
 
@@ -170,7 +171,7 @@ async def test_a_version_is_loaded_from_a_folder_in_mid_answer(
     (folder / "model.safetensors").symlink_to(tmp_path / "policy" / "model.safetensors")
     checksums = await engine.checksums()
     asked = await on_engine.paused_in(engine, 2)
-    await engine.load_folder(folder)
+    await load_folder(engine, folder)
     await engine.label(NEW)
     assert not asked.done(), "an answer was finished in the pause"
     await engine.resume()
@@ -196,9 +197,9 @@ async def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
             file.write_bytes(whole + b"0")
         case "no header":
             file.write_bytes(b"not safetensors at all")
-    await engine.pause()
-    with pytest.raises(EngineError, match=str(tmp_path)):
-        await engine.load_folder(tmp_path)
+    await pause(engine)
+    with pytest.raises(EngineError):
+        await load_folder(engine, tmp_path)
     await engine.resume()
     (answer,) = await engine.sample(PROMPT, SHORT, count=1)
     assert answer.version_starts == [(0, OLD)]

@@ -18,7 +18,7 @@ def call(name: str, **arguments: object) -> str:
 
 def assert_kept(it: Served) -> None:
     """Each reply of the engine is in the trajectory once, after the prompt that it was for."""
-    conversation = it.session.conversation
+    conversation = it.calls.conversation
     tokens, starts = conversation.token_ids, (0, *conversation.branches)
     found = [
         (
@@ -59,7 +59,7 @@ async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
         assert (output, seen) == ("it is 5", [5])
         assert_kept(it)
         # The second call goes on after the first; the judge has other instructions and tools.
-        assert len(it.session.conversation.branches) == 1
+        assert len(it.calls.conversation.branches) == 1
 
 
 async def test_smolagents_call_a_tool():

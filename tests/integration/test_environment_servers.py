@@ -6,14 +6,15 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import zmq
 import zmq.asyncio
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.host import (
     EnvironmentFailedError,
     EnvironmentHost,
@@ -23,12 +24,15 @@ from slipstream.generators.environments.remote.link import EnvironmentServers, _
 from slipstream.generators.environments.remote.messages import identity_of
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.generators.environments.remote.server import EnvironmentServer
-from slipstream.generators.environments.rollout import Outcome, run_trajectory
+from slipstream.generators.environments.rollout import TrajectoryOutcome, run_trajectory
+from slipstream.generators.environments.turn_sampler import environments_of
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.weightbus.net.curve import LeaderListener
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.settings.rendezvous import Address
-from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, session
+from slipstream.wire.settings.sections import EnvironmentSection
+from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, calls_at
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.capture.test_capture import Engine
 from tests.unit.generators.turns.test_rendering import token_text
@@ -56,6 +60,7 @@ class Served:
     identity: str
     host: EnvironmentHost
     server: EnvironmentServer
+    job: "asyncio.Task[None]"
 
 
 @asynccontextmanager
@@ -77,7 +82,7 @@ async def serving(
     server = EnvironmentServer(host, proxy, identity=identity, most=most, silence_s=silence_s)
     job = asyncio.create_task(server.run(listener.open(context)))
     try:
-        yield Served(address, identity, host, server)
+        yield Served(address, identity, host, server, job)
     finally:
         job.cancel()
         await asyncio.gather(job, return_exceptions=True)
@@ -108,8 +113,8 @@ async def linked(
 
 async def played(
     servers: EnvironmentServers, says: Sequence[str], limits: Mapping[str, int] | None = None
-) -> tuple[Outcome, CaptureSession]:
-    its = session(Engine(list(says)), **(limits or {}))
+) -> tuple[TrajectoryOutcome, TrajectoryCalls]:
+    its = calls_at(Engine(list(says)), **(limits or {}))
     capture = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await capture.start()
     try:
@@ -296,6 +301,30 @@ async def test_a_generator_that_is_silent_has_lost_its_trajectories():
             task.cancel()
         await until_async(lambda: not served.server.num_trajectories)
         await given_up(hanging)
+
+
+async def test_a_server_that_is_silent_for_as_long_as_the_setting_says_has_lost_its_trajectories(
+    tmp_path: Path,
+):
+    key_file = tmp_path / "envs.key"
+    key_file.write_bytes(msgspec.toml.encode(KEY))
+    key_file.chmod(0o600)
+    async with serving("Hangs") as served:
+        section = EnvironmentSection(
+            function=f"{HERE}:Hangs",
+            servers=(str(served.address),),
+            key_file=str(key_file),
+            server_silence_s=1.5,
+        )
+        servers = await environments_of(section, hide=())
+        assert isinstance(servers, EnvironmentServers)
+        try:
+            hanging = await begun(served, servers)
+            served.job.cancel()  # it says nothing more
+            with pytest.raises(EnvironmentLostError, match=r"silent for 1\.5 s"):
+                await hanging
+        finally:
+            await servers.close()
 
 
 async def test_without_the_key_nobody_is_served():

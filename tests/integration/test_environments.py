@@ -11,14 +11,18 @@ import psutil
 import pytest
 
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.engine import SamplingParams
-from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
-from slipstream.generators.environments.messages import Begin
-from slipstream.generators.environments.rollout import Outcome, run_trajectory
+from slipstream.generators.environments.host import (
+    EnvironmentFailedError,
+    EnvironmentHost,
+    ProcessLimits,
+)
+from slipstream.generators.environments.messages import BeginTrajectory
+from slipstream.generators.environments.rollout import TrajectoryOutcome, run_trajectory
 from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
-from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.playing import hosted, play
@@ -29,13 +33,13 @@ from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode,
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent / "environments" / "guessing.py"
-LIMITS = Limits(memory_mb=300, max_processes=32)
+LIMITS = ProcessLimits(memory_mb=300, max_processes=32)
 
 
 @asynccontextmanager
 async def host(
     name: str,
-    limits: Limits = LIMITS,
+    limits: ProcessLimits = LIMITS,
     *,
     jailed: bool = True,
     variables: Mapping[str, str] = {},
@@ -54,11 +58,11 @@ async def host(
         await started.close()
 
 
-def session(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> CaptureSession:
-    return CaptureSession(
+def calls_at(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> TrajectoryCalls:
+    return TrajectoryCalls(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=400),
-        rendering=Rendering(
+        rendering=MessageRendering(
             ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
@@ -71,9 +75,11 @@ def session(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> C
 PROMPT = Prompt(prompt="which?", ground_truth=7)
 
 
-async def tried(environment: EnvironmentHost, *says: str, timeout_s: float = HANG_S) -> Outcome:
+async def tried(
+    environment: EnvironmentHost, *says: str, timeout_s: float = HANG_S
+) -> TrajectoryOutcome:
     return await run_trajectory(
-        environment, session(Engine(list(says))), PROMPT, timeout_s=timeout_s
+        environment, calls_at(Engine(list(says))), PROMPT, timeout_s=timeout_s
     )
 
 
@@ -83,8 +89,8 @@ def num_children() -> int:
 
 async def outcome(
     name: str, *says: str, timeout_s: float = HANG_S, **options: int
-) -> tuple[Outcome, CaptureSession]:
-    its = session(Engine(list(says)), **options)
+) -> tuple[TrajectoryOutcome, TrajectoryCalls]:
+    its = calls_at(Engine(list(says)), **options)
     async with host(name) as environment:
         return await run_trajectory(environment, its, PROMPT, timeout_s=timeout_s), its
 
@@ -154,7 +160,9 @@ async def test_an_environment_that_fails_gives_a_reason_and_no_reward(name: str,
 
 
 async def test_shared_memory_is_the_environments_own_and_bounded():
-    async with host("FillsSharedMemory", Limits(memory_mb=150, max_processes=32)) as environment:
+    async with host(
+        "FillsSharedMemory", ProcessLimits(memory_mb=150, max_processes=32)
+    ) as environment:
         found = await tried(environment, "x")
         assert found.parts == {"errno": float(errno.ENOSPC), "written": 600.0}
         assert not Path("/dev/shm/fills-0").exists()  # noqa: ASYNC240, S108 one look
@@ -170,7 +178,7 @@ async def test_one_that_hangs_is_killed_at_the_deadline_of_its_trajectory():
 
 
 async def test_a_process_that_never_connects_is_killed_and_its_trajectory_fails():
-    impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+    impatient = ProcessLimits(memory_mb=300, max_processes=32, connect_s=0.5)
     async with host("NeverConnects", impatient) as environment:
         before = num_children()
         for _ in range(2):
@@ -192,7 +200,7 @@ async def test_one_that_is_given_up_before_it_connects_is_killed_too():
 
 
 async def test_a_loader_that_forks_no_more_is_replaced():
-    impatient = Limits(memory_mb=300, max_processes=32, connect_s=0.5)
+    impatient = ProcessLimits(memory_mb=300, max_processes=32, connect_s=0.5)
     async with host("Guess", impatient) as environment:
         assert environment._loader is not None
         stopped = psutil.Process(environment._loader.pids[0]).children(recursive=True)
@@ -206,10 +214,10 @@ async def test_a_loader_that_forks_no_more_is_replaced():
 
 
 async def test_a_loader_that_does_nothing_beside_a_busy_neighbour_is_replaced():
-    impatient = Limits(memory_mb=300, max_processes=32, connect_s=1.0)
+    impatient = ProcessLimits(memory_mb=300, max_processes=32, connect_s=1.0)
     async with host("BusyLoop") as environment:
         async with environment.trajectory() as neighbour:
-            await neighbour.tell(Begin(prompt=PROMPT))
+            await neighbour.tell(BeginTrajectory(prompt=PROMPT))
             await until_async(lambda: psutil.Process(neighbour.pid).cpu_times().user > 0.5)
             assert environment._loader is not None
             for pid in environment._loader.main_pids:
@@ -246,7 +254,7 @@ async def test_a_process_in_which_a_library_has_started_a_thread_is_no_trajector
 
 async def test_a_process_whose_first_thread_has_ended_is_measured():
     function = f"{HERE.with_name('first_thread_ends.py')}:FirstThreadEnds"
-    async with hosted(function, limits=Limits(memory_mb=400, max_processes=64)) as started:
+    async with hosted(function, limits=ProcessLimits(memory_mb=400, max_processes=64)) as started:
         with pytest.raises(EnvironmentFailedError, match="memory_mb"):
             await play(started, PROMPT, "go on")
 
@@ -289,7 +297,7 @@ async def test_trajectories_run_side_by_side_and_one_that_fails_costs_no_other()
     async with host("Guess") as environment:
 
         async def one(*says: str) -> float | None:
-            its = session(Engine(list(says)))
+            its = calls_at(Engine(list(says)))
             return (await run_trajectory(environment, its, PROMPT, timeout_s=HANG_S)).reward
 
         rewards = await asyncio.gather(
@@ -316,8 +324,8 @@ async def driven(
     limits: Mapping[str, int] = {},
     variables: Mapping[str, str] = {},
     **options: object,
-) -> tuple[Outcome, CaptureSession]:
-    its = session(Engine(list(says)), **limits)
+) -> tuple[TrajectoryOutcome, TrajectoryCalls]:
+    its = calls_at(Engine(list(says)), **limits)
     server = CaptureServer(host="127.0.0.1", port=0, model="policy", token_text=token_text)
     await server.start()
     try:

@@ -35,6 +35,7 @@ from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, client_of, until_load
 from tests.support.blank_model import write_blank_model
+from tests.support.engine_steps import load_folder, pause
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import start
 from tests.support.waiting import HANG_S
@@ -177,7 +178,7 @@ def in_memory(model: Path) -> Iterator[Path]:
 
 async def load(engine: SglangEngine, model: Path) -> None:
     with in_memory(model) as folder:
-        await engine.load_folder(folder)
+        await load_folder(engine, folder)
 
 
 async def receive(engine: SglangEngine, model: Path) -> None:
@@ -211,7 +212,7 @@ async def change(
     engine: SglangEngine, model: Path, version: PolicyVersion, *, by: Way = load
 ) -> int:
     """Change weights as a publish does; return what was in flight."""
-    num_in_flight = await engine.pause()
+    num_in_flight = await pause(engine)
     await by(engine, model)
     await engine.label(version)
     await engine.resume()
@@ -376,7 +377,7 @@ async def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
             await until_busy(process, [running], lambda load: load.num_running == SEQUENCES)
             queued = asyncio.create_task(ask(engine, PREFIX, SHORT, 2))
             await until_busy(process, [running], lambda load: load.num_waiting == 2)
-            in_flight = await engine.pause()
+            in_flight = await pause(engine)
             busy = await until_load(process, lambda _: True)
             if (busy.num_running, busy.num_waiting) == (SEQUENCES, 2):
                 break
@@ -432,9 +433,9 @@ async def test_a_folder_that_lacks_a_file_of_its_index_is_refused_before_a_tenso
 
     async with client_of(retracting, in_flight="retract") as engine:
         await change(engine, weights[V0], V0)
-        await engine.pause()
+        await pause(engine)
         with pytest.raises(EngineError, match=r"model-2\.safetensors"):
-            await engine.load_folder(tmp_path)
+            await load_folder(engine, tmp_path)
         await engine.resume()
         answers = await ask(engine, PREFIX, SHORT, 1)
         for answer, by_version in by_learner(oracle, weights, answers):

@@ -9,8 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
-from slipstream.generators.environments.messages import Begin, Replied, Turned
+from slipstream.generators.environments.host import (
+    EnvironmentFailedError,
+    EnvironmentHost,
+    ProcessLimits,
+)
+from slipstream.generators.environments.messages import BeginTrajectory, Replied, Turned
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.playing import hosted, play
 from tests.support.waiting import until_async
@@ -19,7 +23,7 @@ pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent / "environments" / "borrowing.py"
 ASKED = Prompt(prompt="begin")
 MIB = 1 << 20
-LIMITS = Limits(memory_mb=300, max_processes=64)
+LIMITS = ProcessLimits(memory_mb=300, max_processes=64)
 FILL = """
 import os
 written = 0
@@ -49,7 +53,7 @@ def usual_descriptors() -> Iterator[int]:
 async def answered(host: EnvironmentHost, text: str) -> str:
     """Return what an environment says to a reply."""
     async with host.trajectory() as acting:
-        await acting.tell(Begin(prompt=ASKED))
+        await acting.tell(BeginTrajectory(prompt=ASKED))
         await acting.hear()
         reply = Replied(text=text, tool_calls=(), finish_reason="stop", num_tokens=1)
         await acting.tell(reply)
@@ -78,7 +82,7 @@ async def test_a_trajectory_for_which_there_are_no_descriptors_ends_alone():
 
         async def one() -> None:
             async with host.trajectory() as acting:
-                await acting.tell(Begin(prompt=ASKED))
+                await acting.tell(BeginTrajectory(prompt=ASKED))
                 await acting.hear()
                 begun.put_nowait(None)
                 await going_on.wait()
@@ -115,7 +119,7 @@ async def test_a_seventeenth_keeper_is_refused_with_the_bound_and_given_when_oth
 
 async def test_keepers_that_have_ended_are_forgotten():
     async with hosted(f"{HERE}:HangsUp") as host, host.trajectory() as acting:
-        await acting.tell(Begin(prompt=ASKED))
+        await acting.tell(BeginTrajectory(prompt=ASKED))
         await acting.hear()
         reply = Replied(text="200", tool_calls=(), finish_reason="stop", num_tokens=1)
         await acting.tell(reply)

@@ -18,8 +18,8 @@ from slipstream.broker.dashboard.encoding import RunSource
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession
 from slipstream.generators.environments.remote.proxy import PolicyProxy
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.weightbus.net.curve import (
     ForwardListener,
     KeyedListener,
@@ -175,7 +175,7 @@ async def web(name: str, folder: Path) -> AsyncIterator[tuple[str, int]]:
                 capture = CaptureServer(host=HOST, port=0, model="policy", token_text=chr)
                 cleanup.push_async_callback(capture.close)
                 await capture.start()
-                capture.open(cast("CaptureSession", None))
+                capture.open(cast("TrajectoryCalls", None))
                 url = capture.url
             case "proxy":
                 proxy = PolicyProxy()

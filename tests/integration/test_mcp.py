@@ -126,7 +126,7 @@ def test_a_server_is_reached_over_http():
         (
             {"x": started(NONSENSE, script="mcp_liar.py")},
             {},
-            "tool 'x': its schema is none: 'nonsense'",
+            "tool 'x': its schema is malformed: 'nonsense'",
         ),
         ({"x": started('{"type": "array"}', script="mcp_liar.py")}, {}, "Input should be 'object'"),
         ({"x": started("7", script="mcp_liar.py")}, {}, "MCP server 'x': "),

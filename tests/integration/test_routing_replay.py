@@ -26,6 +26,7 @@ from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.models.model_files import WEIGHTS
 from tests.integration.sglang_load import client_of, until_load
 from tests.support.blank_model import write_blank_model
+from tests.support.engine_steps import load_folder, pause
 from tests.support.families import write_family
 from tests.support.family_models import MODELS
 from tests.support.random_llama import make_qwen3_moe, write_random_weights
@@ -183,8 +184,8 @@ async def until_begun(server: SglangProcess, asked: "asyncio.Task[list[Completio
 
 
 async def change(engine: SglangEngine, folder: Path, version: PolicyVersion) -> None:
-    await engine.pause()
-    await engine.load_folder(folder)
+    await pause(engine)
+    await load_folder(engine, folder)
     await engine.label(version)
     await engine.resume()
 

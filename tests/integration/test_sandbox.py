@@ -21,7 +21,7 @@ import pytest
 from slipstream.broker.sandbox import sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.broker.sandbox.jail import jailed
-from slipstream.broker.sandbox.sandbox import Limits, Outcome
+from slipstream.broker.sandbox.sandbox import Limits, ProgramOutcome
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.processes import adopted_orphans
 from tests.support.waiting import HANG_S, until
@@ -42,7 +42,7 @@ COPIED = (
     "broker/sandbox/__init__.py",
     "broker/sandbox/bubblewrap.py",
     "broker/sandbox/init.py",
-    "broker/sandbox/own_time.py",
+    "broker/sandbox/charged_time.py",
     "broker/sandbox/process_table.py",
     "broker/sandbox/run_usage.py",
     "broker/sandbox/sandbox.py",
@@ -59,7 +59,7 @@ outcome = asdict(sandbox.run(
 ))
 print(json.dumps(outcome | {k: b64encode(outcome[k]).decode() for k in ("stdout", "stderr")}))
 """
-Runner = Callable[..., Outcome]
+Runner = Callable[..., ProgramOutcome]
 # Where other tests mount file systems, some of them beside these.
 OF_OTHER_TESTS = (tempfile.gettempdir(), "/run/netns", "/var/run/netns")
 
@@ -139,7 +139,7 @@ def nobodys_runner(readable_copy: Path) -> Runner:
     if not python:
         pytest.skip("no Python >= 3.11 that another user may start")
 
-    def run(source: str, *, stdin: bytes = b"", limits: Limits = SMALL) -> Outcome:
+    def run(source: str, *, stdin: bytes = b"", limits: Limits = SMALL) -> ProgramOutcome:
         asked = {"source": source, "stdin": b64encode(stdin).decode(), "limits": asdict(limits)}
         done = subprocess.run(
             [python, "-c", SERVED],
@@ -155,7 +155,7 @@ def nobodys_runner(readable_copy: Path) -> Runner:
         if b"SandboxUnavailableError" in done.stderr:
             pytest.skip(done.stderr.decode().splitlines()[-1])
         answer = json.loads(done.stdout or done.stderr.decode())
-        return Outcome(
+        return ProgramOutcome(
             **(answer | {name: b64decode(answer[name]) for name in ("stdout", "stderr")})
         )
 

@@ -115,7 +115,7 @@ def test_a_template_that_leaves_out_tools_is_named_once(
     telling.write_text("{{ tools }}" + deaf.read_text())
     for parser, template in (("known", deaf), ("", deaf), ("known", telling)):
         asyncio.run(submission_of(tmp_path, "OneTurn", template=str(template), parser=parser))
-    (warning,) = [one for one in caplog.messages if "is not told of its tools" in one]
+    (warning,) = [one for one in caplog.messages if "does not list the tools" in one]
     assert "(environment.tool_call_parser = 'known')" in warning
     assert f"template {deaf} (sampling.chat_template) writes the same" in warning
     assert "sampling.chat_template" in warning

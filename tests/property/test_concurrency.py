@@ -11,7 +11,7 @@ from slipstream.generators.lanes.concurrency import (
     GROW_BELOW,
     TRIM_FROM,
     Concurrency,
-    Observation,
+    EngineObservation,
     Range,
     decide,
     first_limit,
@@ -24,7 +24,7 @@ RANGES = st.builds(
     st.integers(0, 600),
 )
 OBSERVATIONS = st.builds(
-    Observation,
+    EngineObservation,
     in_flight=st.integers(0, 1000),
     num_finished=st.integers(0, 10_000),
     kv_use=st.floats(0.0, 1.0),
@@ -36,7 +36,7 @@ OBSERVATIONS = st.builds(
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=60), st.integers(0, 10**6), st.integers(1, 10**4))
 def test_the_limit_is_never_above_the_highest_or_below_the_lowest(
-    within: Range, observations: list[Observation], capacity: int, longest: int
+    within: Range, observations: list[EngineObservation], capacity: int, longest: int
 ):
     first = first_limit(within, capacity_tokens=capacity, longest_tokens=longest)
     state = Concurrency(limit=first)
@@ -48,7 +48,7 @@ def test_the_limit_is_never_above_the_highest_or_below_the_lowest(
 
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=60))
-def test_each_verdict_follows_its_rule(within: Range, observations: list[Observation]):
+def test_each_verdict_follows_its_rule(within: Range, observations: list[EngineObservation]):
     state = Concurrency(limit=within.lowest)
     for seen in observations:
         before, state = state, decide(state, seen, within)
@@ -72,7 +72,7 @@ def test_each_verdict_follows_its_rule(within: Range, observations: list[Observa
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=40), st.integers(1, 40))
 def test_burst_of_retractions_cuts_once_however_often_it_is_polled(
-    within: Range, before: list[Observation], polls: int
+    within: Range, before: list[EngineObservation], polls: int
 ):
     state = Concurrency(limit=within.highest)
     for seen in before:
@@ -82,7 +82,7 @@ def test_burst_of_retractions_cuts_once_however_often_it_is_polled(
     states = [state]
     for _ in range(polls):  # nothing ends meanwhile, and more is retracted at every poll
         retractions += 1
-        seen = Observation(
+        seen = EngineObservation(
             in_flight=in_flight,
             num_finished=0,
             kv_use=1.0,
@@ -114,7 +114,7 @@ class Engine:
         self.in_flight += groups * self.within.step
         fits = int(1.0 / self.share)
         self.retractions += max(0, self.in_flight - fits)
-        seen = Observation(
+        seen = EngineObservation(
             in_flight=self.in_flight,
             num_finished=self.finished,
             kv_use=min(1.0, self.share * self.in_flight),
@@ -165,8 +165,10 @@ def test_below_the_one_share_it_grows_and_from_there_on_it_holds(kv_use: float, 
     assert after.verdict == verdict
 
 
-def seen(in_flight: int, *, kv_use: float = 0.1, running: int, waiting: int = 0) -> Observation:
-    return Observation(
+def seen(
+    in_flight: int, *, kv_use: float = 0.1, running: int, waiting: int = 0
+) -> EngineObservation:
+    return EngineObservation(
         in_flight=in_flight,
         num_finished=500,
         kv_use=kv_use,
@@ -199,7 +201,7 @@ def test_after_a_cut_it_grows_by_a_group_for_every_turn_of_all_lanes():
 
     def poll(in_flight: int, finished: int, kv_use: float, retractions: int) -> tuple[str, int]:
         nonlocal state
-        seen = Observation(
+        seen = EngineObservation(
             in_flight=in_flight,
             num_finished=finished,
             kv_use=kv_use,

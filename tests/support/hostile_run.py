@@ -16,14 +16,18 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost, Limits
-from slipstream.generators.environments.messages import Begin
+from slipstream.generators.environments.host import (
+    EnvironmentFailedError,
+    EnvironmentHost,
+    ProcessLimits,
+)
+from slipstream.generators.environments.messages import BeginTrajectory
 from slipstream.wire.messages.trajectory import Prompt
 from tests.support.playing import heard, hosted, play
 from tests.support.waiting import state_of, until_async
 
 HOSTILE = Path(__file__).parents[1] / "integration" / "environments" / "hostile.py"
-LIMITS = Limits(memory_mb=600, max_processes=64, connect_s=5.0)
+LIMITS = ProcessLimits(memory_mb=600, max_processes=64, connect_s=5.0)
 
 
 @contextmanager
@@ -56,7 +60,7 @@ async def attacks(hidden: Path, asked: Path) -> dict[str, float]:
 
 async def _waiting(host: EnvironmentHost, begun: asyncio.Event) -> None:
     async with host.trajectory() as acting:
-        await acting.tell(Begin(prompt=Prompt(prompt="wait")))
+        await acting.tell(BeginTrajectory(prompt=Prompt(prompt="wait")))
         await acting.hear()
         begun.set()
         await asyncio.Event().wait()

@@ -17,12 +17,12 @@ from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.bus.in_steps import InSteps
+from tests.support.engine_steps import EngineInSteps
 
 _CHUNK = 8  # tokens between two readings of the clock
 
 
-class ScriptedEngine(InSteps):
+class ScriptedEngine(EngineInSteps):
     """Answers of random length; about one in ten is ten times as long as the others."""
 
     def __init__(

@@ -20,10 +20,9 @@ class Adoption(NamedTuple):
 class EngineWeights(Protocol):
     """Control over the weights of a running engine. Every method raises EngineError on failure.
 
-    Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
-    in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
-    ``load_folder``. If either fails midway, the engine holds a mixture. ``adopt_folder``,
-    ``pause_for_update`` and ``finish_update`` take several steps, in one call where the engine can.
+    Between a pause and ``resume`` nothing is generated; requests in flight wait. Weights change in
+    one of two ways: by ``adopt_folder``; or by ``pause_for_update``, a ``load_bucket`` for each
+    bucket, and ``finish_update``. If either fails midway, the engine holds a mixture.
     """
 
     async def open_group(
@@ -36,10 +35,6 @@ class EngineWeights(Protocol):
         """Leave a group and close an update that a failure left open; never fails."""
         ...
 
-    async def pause(self) -> int:
-        """Stop generating; return how many generations are in flight."""
-        ...
-
     async def begin_update(self) -> None:
         """Open an update."""
         ...
@@ -50,10 +45,6 @@ class EngineWeights(Protocol):
 
     async def end_update(self) -> None:
         """Close an update."""
-        ...
-
-    async def load_folder(self, folder: Path) -> None:
-        """Load all tensors from the safetensors files in a folder; forget cached prefixes."""
         ...
 
     async def checksums(self) -> dict[str, str]:

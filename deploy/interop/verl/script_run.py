@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
-from slipstream.broker.sandbox.sandbox import Limits, Outcome, run
+from slipstream.broker.sandbox.sandbox import Limits, ProgramOutcome, run
 from slipstream.deploy.interop.verl.hydra import (
     MOST_LENGTH,
     HydraSettings,
@@ -90,7 +90,7 @@ def run_script(path: Path, variables: Mapping[str, str], limits: Limits = LIMITS
     return _script_run(path, outcome, limits)
 
 
-def _script_run(path: Path, outcome: Outcome, limits: Limits) -> ScriptRun:
+def _script_run(path: Path, outcome: ProgramOutcome, limits: Limits) -> ScriptRun:
     printed = _last(outcome.stderr.decode(errors="replace"))
     if outcome.status != "ok":
         reason = _ENDED.get(outcome.status, "bash did not run").format(limits)

@@ -54,14 +54,15 @@ class Game(Environment):
         """Make it.
 
         Args:
-            id: that ``gymnasium.make`` takes, such as Blackjack-v1 or my_module:Game-v0.
-            make: instead, MODULE:NAME or FILE.py:NAME of a class or function that returns one.
-            kwargs: of either.
-            observe: what is said to the policy.
-            actions: names of the choices, in order; without them their numbers are said.
-            action_pattern: a regular expression whose last match in a reply is the action, or its
-                first group if it has one; without it all of the reply is.
-            unreadable_reward: of a reply without an action, which is asked for again.
+            id: Argument of ``gymnasium.make``, such as Blackjack-v1 or my_module:Game-v0.
+            make: Alternative to ``id``, MODULE:NAME or FILE.py:NAME of a class or function that
+                returns an environment.
+            kwargs: Keyword arguments of either.
+            observe: Text for the policy: the observation, or what the environment renders.
+            actions: Names of the choices, in order; without names choices are numbers.
+            action_pattern: Regular expression; its last match in a reply, or the first group of
+                that, is the action. Without it the whole reply is.
+            unreadable_reward: Reward of a reply without an action; the policy is asked again.
         """
         self._observe, self._pattern = observe, re.compile(action_pattern, re.DOTALL)
         self._actions = tuple(actions)
@@ -72,7 +73,7 @@ class Game(Environment):
     @classmethod
     @override
     def prepare(cls, **options: Any) -> None:
-        """Make one, and see whether it can be played in text."""
+        """Make an environment, and check that it can be played in text."""
         game = cls(**options)
         try:
             check_spaces(game._env, game._observe, game._actions)
@@ -82,14 +83,14 @@ class Game(Environment):
     @override
     async def reset(self, prompt: Prompt) -> Messages:
         """Begin the episode that the prompt's seed names."""
-        found = prompt.extra_info.get(_RESET_OPTIONS)
-        options = dict(found) if isinstance(found, Mapping) else None
+        named = prompt.extra_info.get(_RESET_OPTIONS)
+        options = dict(named) if isinstance(named, Mapping) else None
         observation, _ = self._env.reset(seed=episode_seed(prompt), options=options)
         return opening(prompt, self._said(observation))
 
     @override
     async def step(self, reply: Reply) -> Step:
-        """Do what the reply says."""
+        """Carry out the action in a reply."""
         text = chosen_text(self._pattern, reply.text)
         try:
             action = action_of(self._env.action_space, text, self._actions)
@@ -121,8 +122,8 @@ def made(name: str, make: str, kwargs: dict[str, Json], observe: str) -> "gymnas
     """Make an environment.
 
     Raises:
-        ValueError: it is not named, or does not take these arguments.
-        TypeError: it is none.
+        ValueError: no environment is named, or it does not take these arguments.
+        TypeError: the result is no environment.
     """
     if bool(name) == bool(make):
         raise ValueError(f"expected one of id and make, got id = {name!r} and make = {make!r}")
@@ -131,21 +132,22 @@ def made(name: str, make: str, kwargs: dict[str, Json], observe: str) -> "gymnas
     if observe == "render":
         kwargs = {"render_mode": "ansi", **kwargs}
     if name:
-        found: Any = gymnasium.make(name, **kwargs)
+        environment: Any = gymnasium.make(name, **kwargs)
     else:
         where, _, attribute = make.rpartition(":")
-        found = getattr(module_named(where), attribute)(**kwargs)
-    if not isinstance(found, gymnasium.Env):
-        raise TypeError(f"{make or name} made {type(found).__name__}, expected gymnasium.Env")
-    return found
+        environment = getattr(module_named(where), attribute)(**kwargs)
+    if not isinstance(environment, gymnasium.Env):
+        kind = type(environment).__name__
+        raise TypeError(f"{make or name} made {kind}, expected gymnasium.Env")
+    return environment
 
 
 def check_spaces(env: "gymnasium.Env[Any, Any]", observe: str, actions: Sequence[str]) -> None:
     """Check that an environment can be played in text.
 
     Raises:
-        ValueError: its observations are none, or names do not fit its actions.
-        TypeError: its actions are none.
+        ValueError: its observations are not text, or names do not fit its actions.
+        TypeError: its actions are not text.
     """
     if observe == "observation":
         if (space := unspoken(env.observation_space)) is not None:
@@ -169,7 +171,7 @@ def check_spaces(env: "gymnasium.Env[Any, Any]", observe: str, actions: Sequence
 
 
 def unspoken(space: "spaces.Space[Any] | None") -> "spaces.Space[Any] | None":
-    """Return the part of a space that text does not hold; None if there is none."""
+    """Return a part of a space that text cannot express; None if text expresses all of it."""
     if isinstance(space, spaces.Dict):
         inner = map(unspoken, space.spaces.values())
     elif isinstance(space, spaces.Tuple):
@@ -178,11 +180,11 @@ def unspoken(space: "spaces.Space[Any] | None") -> "spaces.Space[Any] | None":
         return None
     else:
         return space
-    return next((found for found in inner if found is not None), None)
+    return next((part for part in inner if part is not None), None)
 
 
 def chosen_text(pattern: "re.Pattern[str]", reply: str) -> str:
-    """Return the part of a reply that is the action; all of it without a pattern, "" for none."""
+    """Return the action in a reply: the whole reply without a pattern; "" if nothing matches."""
     if not pattern.pattern:
         return reply.strip()
     matches = list(pattern.finditer(reply))
@@ -195,7 +197,7 @@ def action_of(space: "spaces.Space[Any]", text: str, names: Sequence[str]) -> st
     """Return the action that a text means.
 
     Raises:
-        ValueError: none; the message is for the policy.
+        ValueError: the text is no action; the message is for the policy.
     """
     if isinstance(space, spaces.Text):
         if not text or not space.contains(text):
@@ -221,7 +223,7 @@ def text_of(value: object, what: str) -> str:
     """Return an observation as text: itself, a number, or JSON of these.
 
     Raises:
-        TypeError: it is, or holds, what no text is.
+        TypeError: the observation is, or holds, a value without a text.
     """
     plain = _plain(value, what)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
@@ -231,9 +233,9 @@ def _plain(value: Any, what: str) -> Json:  # noqa: ANN401
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(one, f"{what}, key {key!r}") for key, one in value.items()}
+        return {str(key): _plain(inner, f"{what}, key {key!r}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one, what) for one in value]
+        return [_plain(inner, what) for inner in value]
     shape = getattr(value, "shape", None)
     if shape == ():  # a number of numpy's
         return _plain(value.item(), what)
@@ -244,5 +246,5 @@ def _plain(value: Any, what: str) -> Json:  # noqa: ANN401
 
 
 def without_colors(text: str) -> str:
-    """Return a terminal's text without escape codes; what was colored stands in brackets."""
+    """Return a terminal's text without escape codes; colored text is in brackets."""
     return _ESCAPE.sub("", _COLORED.sub(r"[\1]", text)).strip("\n")

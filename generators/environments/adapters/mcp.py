@@ -6,8 +6,8 @@
     options.servers.search = { url = "http://127.0.0.1:8000/mcp" }
 
 A server with a command is started for each trajectory, in its processes, and ends with it. The
-prompt is asked, a reply without calls ends the trajectory, and the reward function scores the
-transcript; a subclass may say more in ``step``.
+policy gets the prompt, a reply without calls ends the trajectory, and the reward function scores
+the transcript; a subclass may answer in ``step``.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ except ImportError as error:
         f"mcp cannot be imported ({error}): pip install 'slipstream[env-mcp]'"
     ) from error
 
-_MOST_PAGES = 100  # of a server's list of tools
+_MOST_PAGES = 100  # limit of a server's list of tools
 _CLOSE_S = 10.0
 _LONGEST_REASON = 500
 
@@ -52,7 +52,7 @@ class Server:
         """Take the table of its options.
 
         Raises:
-            ValueError: it has other keys than command, env and cwd, or url.
+            ValueError: the table has other keys than command, env and cwd, or url.
         """
         self.name = name
         self.tools: list[Any] = []
@@ -65,7 +65,7 @@ class Server:
         """Start it, or connect to it, and ask for its tools.
 
         Raises:
-            Unavailable: it does not start, or gives no list of tools.
+            Unavailable: the server does not start, or gives no list of tools.
         """
         ready = asyncio.Event()
         self._holding = asyncio.create_task(self._hold(ready))
@@ -95,7 +95,7 @@ class Server:
             await self._release.wait()
 
     async def call(self, name: str, max_result: int, arguments: dict[str, Json]) -> str:
-        """Call a tool; return its result, or why there is none, as text.
+        """Call a tool; return its result, or an error for the policy, as text.
 
         Raises:
             Unavailable: the server is gone.
@@ -122,7 +122,7 @@ class Server:
         _, left = await asyncio.wait({self._holding}, timeout=_CLOSE_S)
         for task in left:
             task.cancel()
-        with suppress(BaseException):  # it has been reported, or does not matter now
+        with suppress(BaseException):  # already reported, or irrelevant now
             await self._holding
 
 
@@ -141,11 +141,11 @@ class WithServers(Environment):
         """Prepare.
 
         Args:
-            servers: by name: ``command`` with ``env`` and ``cwd``, or ``url``.
-            only: names of the tools that the policy gets; all without any.
-            start_s: for a server to start and name its tools.
-            call_s: for one call; past it the policy reads that there is no result.
-            max_result: characters of a result that the policy reads, of its begin and end.
+            servers: Servers by name: ``command`` with ``env`` and ``cwd``, or ``url``.
+            only: Names of the tools that the policy gets; all tools without any.
+            start_s: Limit for a server to start and list its tools.
+            call_s: Limit of one call; then the policy reads that there is no result.
+            max_result: Characters of a result that the policy reads, from its beginning and end.
 
         Raises:
             ValueError: an option is wrong.
@@ -177,7 +177,7 @@ class WithServers(Environment):
 
         Raises:
             Unavailable: a server does not start.
-            ValueError: a tool's schema is none, two have one name, or one of ``only`` is missing.
+            ValueError: a schema is malformed, two tools have a name, or one of ``only`` is missing.
         """
         await asyncio.gather(*(server.connect() for server in self._servers))
         self.tools = tools_of(self._servers, self._only, self._max_result)
@@ -198,7 +198,7 @@ def target_of(name: str, table: Json) -> "StdioServerParameters | str":
     """Return what a client connects to.
 
     Raises:
-        ValueError: the table is none of a server.
+        ValueError: the table does not describe a server.
     """
     where = f"servers.{name}"
     if not isinstance(table, Mapping) or ("command" in table) == ("url" in table):
@@ -223,15 +223,15 @@ def tools_of(
     """Return the tools of servers as an environment has them.
 
     Raises:
-        ValueError: a schema is none, two tools have one name, or one of ``only`` is missing.
+        ValueError: a schema is malformed, two tools have one name, or one of ``only`` is missing.
     """
-    found: dict[str, DescribedTool] = {}
+    tools: dict[str, DescribedTool] = {}
     for server in servers:
         for tool in server.tools:
             if only and tool.name not in only:
                 continue
             where = f"MCP server {server.name!r}, tool {tool.name!r}"
-            if tool.name in found:
+            if tool.name in tools:
                 raise ValueError(f"{where}: another server has a tool of this name (option only)")
             check_schema(tool.input_schema, where)
             described = DescribedTool(
@@ -241,10 +241,10 @@ def tools_of(
                 _caller(server, tool.name, max_result),
             )
             schema_of(described)
-            found[tool.name] = described
-    if missing := [name for name in only if name not in found]:
+            tools[tool.name] = described
+    if missing := [name for name in only if name not in tools]:
         raise ValueError(f"only: no server has a tool {', '.join(missing)}")
-    return list(found.values())
+    return list(tools.values())
 
 
 def _caller(server: Server, name: str, max_result: int) -> Callable[..., Any]:
@@ -255,17 +255,17 @@ def check_schema(schema: Json, where: str) -> None:
     """Check that a tool's input is described by a JSON schema.
 
     Raises:
-        ValueError: by none.
+        ValueError: the schema is malformed.
     """
     try:
         jsonschema.validators.validator_for(schema).check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"{where}: its schema is none: {error.message}") from error
+        raise ValueError(f"{where}: its schema is malformed: {error.message}") from error
 
 
 def result_text(result: Any) -> str:  # noqa: ANN401 foreign
-    """Return the result of a call as the policy reads it."""
-    parts = [_content_text(one) for one in result.content]
+    """Return the result of a call as text for the policy."""
+    parts = [_content_text(content) for content in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(parts) or "(no result)"
@@ -286,7 +286,7 @@ def _content_text(content: Any) -> str:  # noqa: ANN401 foreign
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the begin and the end of a long text."""
+    """Return the beginning and the end of a long text."""
     if len(text) <= most:
         return text
     half = most // 2

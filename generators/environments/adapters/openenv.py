@@ -56,18 +56,18 @@ class Remote(Environment):
         """Prepare.
 
         Args:
-            url: of the server.
-            action: key of an action that a reply's text becomes; without it a reply is the JSON
-                of a whole action.
-            constants: further keys of every action.
-            observation: keys, with dots between them, of the text in an observation; without them
-                all of the observation is said, as JSON.
-            unreadable_reward: of a reply that is no action, which is asked for again.
-            connect_s: for the connection to be there.
-            answer_s: for one answer of the server.
+            url: URL of the server.
+            action: Key of an action for the text of a reply; without it a reply is the JSON of a
+                whole action.
+            constants: Further keys of every action.
+            observation: Keys, joined by dots, of the text in an observation; without them the
+                policy gets the whole observation as JSON.
+            unreadable_reward: Reward of a reply without an action; the policy is asked again.
+            connect_s: Limit for the connection.
+            answer_s: Limit for one answer of the server.
 
         Raises:
-            ValueError: the URL is none.
+            ValueError: the URL is malformed.
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"url: expected http:// or ws://, got {url!r}")
@@ -98,13 +98,13 @@ class Remote(Environment):
     @override
     async def reset(self, prompt: Prompt) -> Messages:
         """Begin the episode that the prompt's seed names."""
-        found = prompt.extra_info.get(_RESET_OPTIONS)
-        options = dict(found) if isinstance(found, Mapping) else {}
+        named = prompt.extra_info.get(_RESET_OPTIONS)
+        options = dict(named) if isinstance(named, Mapping) else {}
         try:
             result = await self._client.reset(**{"seed": episode_seed(prompt), **options})
         except Exception as error:
             raise self._unavailable(error) from error
-        return opening(prompt, said(result.observation, self._observation))
+        return opening(prompt, observed_text(result.observation, self._observation))
 
     @override
     async def step(self, reply: Reply) -> Step:
@@ -114,7 +114,7 @@ class Remote(Environment):
             result = await self._client.step(action)
         except ValueError as error:
             return self._again(str(error))
-        except RuntimeError as error:  # what the server says
+        except RuntimeError as error:  # an error of the server
             if f"(code: {WSErrorCode.VALIDATION_ERROR.value})" not in str(error):
                 raise self._unavailable(error) from error
             return self._again("That is no action that the environment takes.")
@@ -122,7 +122,7 @@ class Remote(Environment):
             raise self._unavailable(error) from error
         done = bool(result.done)
         return Step(
-            messages=() if done else said(result.observation, self._observation),
+            messages=() if done else observed_text(result.observation, self._observation),
             reward=result.reward,
             done=done,
             parts={"unreadable": float(self._num_unreadable)},
@@ -133,10 +133,10 @@ class Remote(Environment):
         """End the session."""
         await self._client.close()
 
-    def _again(self, why: str) -> Step:
+    def _again(self, reason: str) -> Step:
         self._num_unreadable += 1
         parts = {"unreadable": float(self._num_unreadable)}
-        return Step(messages=why, reward=self._unreadable_reward, parts=parts)
+        return Step(messages=reason, reward=self._unreadable_reward, parts=parts)
 
     def _unavailable(self, error: Exception) -> Unavailable:
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_SHOWN]
@@ -147,7 +147,7 @@ def action_of(text: str, key: str, constants: Mapping[str, Json]) -> dict[str, J
     """Return the action that a reply means.
 
     Raises:
-        ValueError: it is no JSON object, and no key is named; the message is for the policy.
+        ValueError: the reply is no JSON object, and no key is named; the text is for the policy.
     """
     if key:
         return {**constants, key: text}
@@ -160,18 +160,18 @@ def action_of(text: str, key: str, constants: Mapping[str, Json]) -> dict[str, J
     return {**constants, **action}
 
 
-def said(observation: Json, keys: str) -> str:
-    """Return an observation as text: what is at ``keys``, or all of it as JSON.
+def observed_text(observation: Json, keys: str) -> str:
+    """Return an observation as text: the value at ``keys``, or the whole observation as JSON.
 
     Raises:
-        TypeError: there is nothing at these keys.
+        TypeError: there is no value at these keys.
     """
-    found = observation
-    if not keys and isinstance(found, Mapping):
-        found = {key: value for key, value in found.items() if key not in _IGNORED}
+    value = observation
+    if not keys and isinstance(value, Mapping):
+        value = {key: inner for key, inner in value.items() if key not in _IGNORED}
     for key in keys.split(".") if keys else ():
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             shown = json.dumps(observation)[:_LONGEST_SHOWN]
             raise TypeError(f"options.observation = {keys!r} is not in the observation {shown}")
-        found = found[key]
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+        value = value[key]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How a trajectory begins where a library brings an observation or a question of its own. Pure."""
+"""Pure: first messages of a trajectory that begins with a library's observation or question."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ def opening(prompt: Prompt, text: str) -> list[dict[str, Json]]:
     """Return the prompt's messages with a text after them, in one message of a user."""
     messages: list[dict[str, Json]] = []
     if not isinstance(prompt.prompt, str):
-        messages += [{"role": one.role, "content": one.content} for one in prompt.prompt]
+        messages += [{"role": turn.role, "content": turn.content} for turn in prompt.prompt]
     elif prompt.prompt:
         messages.append({"role": "user", "content": prompt.prompt})
     if messages and messages[-1]["role"] == "user":
@@ -22,12 +22,12 @@ def opening(prompt: Prompt, text: str) -> list[dict[str, Json]]:
 
 
 def episode_seed(prompt: Prompt) -> int:
-    """Return ``extra_info.seed`` of a prompt; else a number from 0 to 2**32 - 1 by its content.
+    """Return ``extra_info.seed`` of a prompt, else a number from 0 to 2**32 - 1 by its content.
 
-    It is the same for all trajectories of a group, which are compared with each other.
+    All trajectories of a group have the same seed, because they are compared with each other.
     """
-    given = prompt.extra_info.get("seed")
-    if isinstance(given, int):
-        return given
+    named = prompt.extra_info.get("seed")
+    if isinstance(named, int):
+        return named
     content = f"{prompt.row}\n{prompt.text}\n{prompt.ground_truth!r}"
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:_SEED_BYTES], "big")

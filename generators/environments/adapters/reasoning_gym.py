@@ -17,7 +17,7 @@ from slipstream.broker.rewards.reasoning_gym import score
 from slipstream.generators.environments.sdk import Environment, Messages, Prompt, Reply, Step
 
 _RIGHT = 0.999
-_ANY_DATA_SET = "chain_sum"  # to import the library
+_ANY_DATA_SET = "chain_sum"  # any name imports the library
 _FEEDBACK = "That is not right. Try again: {left} more."
 
 
@@ -35,11 +35,11 @@ class Tries(Environment):
         """Prepare.
 
         Args:
-            tries: answers at most.
-            discount: the reward is the last answer's score times this for each one before it.
-            enough: score with which no further answer is asked for.
-            feedback: what is said to one below; ``{left}`` is the number of tries that are left
-                and ``{score}`` the score.
+            tries: Most answers.
+            discount: Factor of the last answer's score for each answer before it.
+            enough: Score that ends the trajectory.
+            feedback: Text after a lower score; ``{left}`` is the number of remaining tries and
+                ``{score}`` the score.
 
         Raises:
             ValueError: an option is out of its range.
@@ -66,7 +66,7 @@ class Tries(Environment):
         """Ask the question.
 
         Raises:
-            ValueError: the prompt is none of reasoning-gym.
+            ValueError: the prompt is not from reasoning-gym.
         """
         if not {NAME_KEY, ENTRY_KEY} <= prompt.extra_info.keys():
             raise ValueError(
@@ -80,12 +80,13 @@ class Tries(Environment):
     async def step(self, reply: Reply) -> Step:
         """Score an answer."""
         asked = self._prompt
-        found = score(asked.data_source, reply.text, asked.ground_truth, asked.extra_info)["score"]
+        scored = score(asked.data_source, reply.text, asked.ground_truth, asked.extra_info)
+        value = scored["score"]
         self._num_tries += 1
         self._left -= 1
-        parts = {"tries": float(self._num_tries), "score": found}
-        if found < self._enough and self._left > 0:
-            feedback = self._feedback.format(left=self._left, score=found)
+        parts = {"tries": float(self._num_tries), "score": value}
+        if value < self._enough and self._left > 0:
+            feedback = self._feedback.format(left=self._left, score=value)
             return Step(messages=feedback, reward=0.0, parts=parts)
-        discounted = found * self._discount ** (self._num_tries - 1)
+        discounted = value * self._discount ** (self._num_tries - 1)
         return Step(reward=discounted, done=True, parts=parts)

@@ -1,4 +1,4 @@
-"""Environments of verifiers, run by a Python of their own: its pins are others than ours.
+"""Environments of verifiers, run by another Python, because its pins differ from ours.
 
     [environment]
     function = "slipstream.generators.environments.adapters.verifiers:rollout"
@@ -25,7 +25,7 @@ from slipstream.generators.environments.sdk import Prompt, Unavailable
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
-TASK_KEY = "verifiers_task"  # of a prompt's extra_info
+TASK_KEY = "verifiers_task"  # key in a prompt's extra_info
 _RUNNER = Path(__file__).with_name("verifiers_runner.py")
 _CHECK_S = 300.0
 _MOST_LINE_BYTES = 8 << 20
@@ -36,7 +36,7 @@ def prepare(*, python: str, env: Mapping[str, Json], path: Sequence[str] = ()) -
     """Have the other Python make the environment once.
 
     Raises:
-        ConfigError: it is not there, has no verifiers, or the environment is none.
+        ConfigError: it does not exist, has no verifiers, or cannot make the environment.
     """
     answers = asked(python, {"kind": "check", **request_of(env, path)})
     if answers[-1]["kind"] != "ready":
@@ -54,11 +54,11 @@ async def rollout(
     """Play the prompt's task.
 
     Args:
-        client: whose endpoint and key are the policy's.
-        prompt: with a task of verifiers in ``extra_info``.
-        python: interpreter of the environment that has verifiers.
-        env: table [env] of a run of verifiers.
-        path: folders in which the interpreter finds modules, before its own.
+        client: Client with endpoint and key of the policy.
+        prompt: Prompt with a task of verifiers in ``extra_info``.
+        python: Interpreter that has verifiers installed.
+        env: Table [env] of a run of verifiers.
+        path: Folders in which the interpreter looks for modules first.
 
     Raises:
         ValueError: the prompt has no task.
@@ -101,7 +101,7 @@ def command(python: str) -> list[str]:
 
 
 def request_of(env: Mapping[str, Json], path: Sequence[str]) -> dict[str, Json]:
-    """Return what all requests have; folders as seen from here."""
+    """Return the fields of all requests, with absolute folders."""
     return {"env": dict(env), "path": [str(Path(folder).resolve()) for folder in path]}
 
 
@@ -109,7 +109,7 @@ def answer_of(line: bytes) -> dict[str, Any]:
     """Return an answer of a runner.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is no answer.
     """
     if not line:
         raise ValueError("its process ended without an answer")
@@ -123,7 +123,7 @@ def asked(python: str, request: Mapping[str, Json]) -> list[dict[str, Any]]:
     """Return all answers of a runner to a request.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is no answer.
     """
     try:
         done = subprocess.run(  # noqa: S603 the interpreter that a setting names
@@ -160,16 +160,18 @@ def main() -> int:
     parser.add_argument("--path", action="append", default=[], help="folder of modules")
     parser.add_argument("--limit", type=int, default=100_000, help="tasks at most")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE.jsonl")
-    given = parser.parse_args()
-    request = {"kind": "tasks", **request_of(given.env, given.path), "limit": given.limit}
+    arguments = parser.parse_args()
+    request = {"kind": "tasks", **request_of(arguments.env, arguments.path)}
+    request["limit"] = arguments.limit
     try:
-        *tasks, last = asked(given.python, request)
+        *tasks, last = asked(arguments.python, request)
     except ConfigError as error:
         parser.error(str(error))
     if last["kind"] != "ready":
         parser.error(str(last.get("reason")))
-    given.out.write_text("".join(json.dumps(row_of(one)) + "\n" for one in tasks))
-    sys.stderr.write(f"{len(tasks)} prompts in {given.out}\n")
+    rows = [json.dumps(row_of(task)) + "\n" for task in tasks]
+    arguments.out.write_text("".join(rows))
+    sys.stderr.write(f"{len(tasks)} prompts in {arguments.out}\n")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Runs environments of verifiers. A script, run by the Python that has verifiers installed.
+"""Runs environments of verifiers. A script for a Python that has verifiers installed.
 
-The standard library and verifiers only: it knows nothing of the package that it lies in. It reads
-one request, a line of JSON, from stdin, and writes answers to stdout, a line of JSON each:
+It imports the standard library and verifiers only, nothing of the package around it. It reads one
+request, a line of JSON, from stdin, and writes answers to stdout, a line of JSON each:
 
     {"kind": "check", "env": {...}, "path": [...]}
         -> {"kind": "ready", "version": "0.4.0"}
@@ -83,13 +83,16 @@ def run(request: dict[str, Any], _replies: TextIO) -> dict[str, Any]:
     episode = asyncio.run(play())
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not episode.ok or not traces:
-        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        errors = [*episode.errors]
+        errors += [error for trace in episode.traces for error in trace.errors]
         reason = f"{errors[0].type}: {errors[0].message}" if errors else "no agent is trained"
         return {"kind": "failed", "reason": reason}
     metrics: dict[str, float] = {}
     for trace in traces:
-        named = {name: one.value for name, one in trace.rewards.items() if one is not None}
-        metrics |= {name: float(one) for name, one in {**trace.metrics, **named}.items() if one}
+        rewards_of = trace.rewards.items()
+        named = {name: reward.value for name, reward in rewards_of if reward is not None}
+        values = {**trace.metrics, **named}.items()
+        metrics |= {name: float(value) for name, value in values if value}
     rewards = [float(trace.reward) for trace in traces]
     return {"kind": "done", "reward": sum(rewards) / len(rewards), "metrics": metrics}
 
@@ -97,8 +100,8 @@ def run(request: dict[str, Any], _replies: TextIO) -> dict[str, Any]:
 def main() -> None:
     """Answer one request."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
-    os.environ.pop("PYTHONPATH", None)  # noqa: TID251 of another Python
+    os.dup2(2, 1)  # output of libraries is no answer
+    os.environ.pop("PYTHONPATH", None)  # noqa: TID251 it is another Python's
     try:
         request = json.loads(sys.stdin.readline())
         sys.path[:0] = request["path"]

@@ -1,7 +1,7 @@
 """A generator's link to environment servers on other hosts.
 
-Trajectories go to the server with the most room, and wait for some. A server that gives no sign
-of life has lost them: they fail, with the reason, and are begun anew like any.
+Trajectories go to the server with the most room, or wait for room. A server without a sign of life
+has lost them: they fail with that reason, and begin anew like others.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.messages import (
-    Begin,
+    BeginTrajectory,
     FromEnvironment,
     ToEnvironment,
     Turned,
@@ -33,19 +33,19 @@ from slipstream.generators.environments.remote.messages import (
     MOST_CALLS,
     REVISION,
     SIGN_S,
-    Answered,
-    Asked,
+    AgentAnswer,
+    AgentRequest,
     Close,
+    EnvironmentHello,
+    EnvironmentWelcome,
     Failed,
     FromServer,
-    Heard,
-    Hello,
     Left,
     Open,
     Opened,
+    ProcessMessage,
     Tell,
     ToServer,
-    Welcome,
     encoded,
     from_server,
     waiting,
@@ -63,7 +63,7 @@ _malformed = RateLimitedLog(_log)
 _waits = RateLimitedLog(_log)
 _LINGER_MS = 1_000
 _MAX_WAITING = 1_024  # messages to a server that does not read
-_PART_BYTES = 1 << 16  # of an answer to an agent
+_PART_BYTES = 1 << 16  # largest part of an answer to an agent
 _SETTING = "environment.servers"
 
 
@@ -74,37 +74,37 @@ class RemoteActing:
     number: int
     server: "_Server"
     opened: "asyncio.Future[bool]"
-    """Whether it has begun; if not there was no room."""
-    heard: "asyncio.Queue[Turned | Unable | EnvironmentFailedError]" = field(
+    """True once it has begun; False if there was no room."""
+    received: "asyncio.Queue[Turned | Unable | EnvironmentFailedError]" = field(
         default_factory=lambda: asyncio.Queue(2)
     )
-    url: str = ""  # of the policy's endpoint here, for an agent there
+    url: str = ""  # endpoint of the policy here, for an agent there
     api_key: str = ""
     calls: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
 
     async def tell(self, message: ToEnvironment) -> None:
-        """Send it a message."""
-        if isinstance(message, Begin):
+        """Send a message to the process."""
+        if isinstance(message, BeginTrajectory):
             self.url, self.api_key = message.url, message.api_key
-        await self.server.send(Tell(client=self.server.client, number=self.number, said=message))
+        await self.server.send(Tell(client=self.server.client, number=self.number, message=message))
 
     async def hear(self) -> FromEnvironment:
-        """Return its next message.
+        """Return the next message of the process.
 
         Raises:
-            EnvironmentFailedError: there comes none.
+            EnvironmentFailedError: no message comes.
         """
-        found = await self.heard.get()
-        if isinstance(found, EnvironmentFailedError):
-            raise found
-        return found
+        message = await self.received.get()
+        if isinstance(message, EnvironmentFailedError):
+            raise message
+        return message
 
-    def take(self, found: "Turned | Unable | EnvironmentFailedError") -> None:
-        """Keep what came for it; it says one thing at a time."""
-        if not self.opened.done() and isinstance(found, EnvironmentFailedError):
+    def take(self, message: "Turned | Unable | EnvironmentFailedError") -> None:
+        """Keep a message or an error of the process, which sends one at a time."""
+        if not self.opened.done() and isinstance(message, EnvironmentFailedError):
             self.opened.set_result(False)
         with suppress(asyncio.QueueFull):
-            self.heard.put_nowait(found)
+            self.received.put_nowait(message)
 
 
 class _Server:
@@ -114,11 +114,11 @@ class _Server:
         self.address = address
         self.silence = silence
         self.client = client
-        self.incarnation = ""  # of the process that answered; empty: nobody has
-        self.welcome: Welcome | None = None
-        self.refused = ""  # why it is not used
-        self.told_open: tuple[int, ...] = ()  # by the newest Hello
-        self.room = 0  # for trajectories more, as far as it is known
+        self.incarnation = ""  # process that answered; empty without an answer
+        self.welcome: EnvironmentWelcome | None = None
+        self.refused = ""  # reason why it is not used
+        self.reported: tuple[int, ...] = ()  # trajectories in the newest hello
+        self.room = 0  # number of further trajectories, as far as it is known
         self.acting: dict[int, RemoteActing] = {}
         self._key = key
         self._socket: zmq.asyncio.Socket | None = None
@@ -134,14 +134,14 @@ class _Server:
         return link
 
     async def send(self, message: ToServer) -> None:
-        """Send at once, or not at all: what a server does not take its next Welcome shows."""
+        """Send at once, or not at all: the next welcome shows what the server missed."""
         if self._socket is not None:
             with suppress(zmq.ZMQError):
                 await self._socket.send_multipart(encoded(message), flags=zmq.NOBLOCK)
 
-    def fail_all(self, why: str) -> None:
-        for one in self.acting.values():
-            one.take(EnvironmentLostError(f"environment server {self.address}: {why}"))
+    def fail_all(self, reason: str) -> None:
+        for acting in self.acting.values():
+            acting.take(EnvironmentLostError(f"environment server {self.address}: {reason}"))
 
 
 class EnvironmentServers:
@@ -162,7 +162,7 @@ class EnvironmentServers:
         self.version = ""
         self.drives_itself = False
         self.may_reward = True
-        self.replaced: Counter[str] = Counter()  # servers that were lost
+        self.replaced: Counter[str] = Counter()  # lost servers
         self._silence_s = silence_s
         self._client = secrets.token_hex(8)
         self._servers = [
@@ -184,30 +184,30 @@ class EnvironmentServers:
         silence_s: float,
         patience_s: float,
     ) -> "EnvironmentServers":
-        """Connect, and wait for one server at least.
+        """Connect, and wait for at least one server.
 
         Args:
-            addresses: of the servers.
-            key: that both sides prove.
-            identity: of the environment and its options, which servers must have.
-            silence_s: without a sign of life, after which a server is gone.
-            patience_s: for the first one to answer.
+            addresses: Addresses of the servers.
+            key: Key that both sides prove.
+            identity: Identity of the environment and its options, which servers must have.
+            silence_s: Time without a sign of life after which a server is gone.
+            patience_s: Wait for the first server.
 
         Raises:
-            ConfigError: an address is none, or servers serve different environments.
-            PeerLostError: none answers.
+            ConfigError: an address is wrong, or servers serve different environments.
+            PeerLostError: no server answers.
         """
         servers = cls(addresses, key, identity=identity, silence_s=silence_s)
         try:
             servers._http = aiohttp.ClientSession(
-                # The endpoint counts connections by trajectory: none is of two.
+                # The endpoint counts connections by trajectory: two must not share one.
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
-            for one in servers._servers:
-                servers._in_background(servers._read(one, one.open(servers._context)))
-                servers._in_background(servers._give_signs(one))
-            await servers._until_one_is_there(patience_s)
+            for server in servers._servers:
+                servers._in_background(servers._read(server, server.open(servers._context)))
+                servers._in_background(servers._give_signs(server))
+            await servers._until_first_answer(patience_s)
         except BaseException:
             await servers.close()
             raise
@@ -215,7 +215,7 @@ class EnvironmentServers:
 
     @asynccontextmanager
     async def trajectory(self) -> AsyncIterator[RemoteActing]:
-        """Yield the process of a trajectory, once a server has room; afterwards it is ended there.
+        """Yield the process of a trajectory once a server has room; end it there afterwards.
 
         Raises:
             EnvironmentLostError: its server was lost.
@@ -229,7 +229,7 @@ class EnvironmentServers:
     async def _begun(self) -> RemoteActing:
         """Return a trajectory that has begun on the server with the most room."""
         while True:
-            server = max(self._servers, key=lambda one: one.room if one.incarnation else 0)
+            server = max(self._servers, key=lambda known: known.room if known.incarnation else 0)
             if not server.incarnation or server.room <= 0:
                 _waits.say("trajectories wait for room on an environment server (%s)", _SETTING)
                 self._changed.clear()
@@ -247,7 +247,7 @@ class EnvironmentServers:
             except BaseException:
                 await self._leave(acting)
                 raise
-            server.room = 0  # until it says so again
+            server.room = 0  # until its next welcome
             await self._leave(acting)
 
     async def _leave(self, acting: RemoteActing) -> None:
@@ -258,8 +258,8 @@ class EnvironmentServers:
 
     async def close(self) -> None:
         """Hang up; the servers end what is under way."""
-        for one in self._servers:
-            one.fail_all("the generator ends")
+        for server in self._servers:
+            server.fail_all("the generator ends")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -269,52 +269,54 @@ class EnvironmentServers:
 
     # ---- signs of life -----------------------------------------------------------
 
-    async def _until_one_is_there(self, patience_s: float) -> None:
-        addresses = ", ".join(str(one.address) for one in self._servers)
+    async def _until_first_answer(self, patience_s: float) -> None:
+        addresses = ", ".join(str(server.address) for server in self._servers)
         patience = Patience(f"an environment server at {addresses}", patience_s, log=_log.info)
-        while not any(one.incarnation for one in self._servers):
+        while not any(server.incarnation for server in self._servers):
             if patience.is_over():
                 raise PeerLostError(
                     f"no environment server answers at {addresses} ({_SETTING}) with the key of "
                     "environment.key_file: start it with start-environment"
                 )
-            if all(one.refused for one in self._servers):
+            if all(server.refused for server in self._servers):
                 raise ConfigError(self._servers[0].refused)
             await asyncio.sleep(0.05)
 
     async def _give_signs(self, server: _Server) -> None:
         while True:
-            server.told_open = tuple(server.acting)
-            await server.send(Hello(client=self._client, revision=REVISION, open=server.told_open))
+            server.reported = tuple(server.acting)
+            await server.send(
+                EnvironmentHello(client=self._client, revision=REVISION, open=server.reported)
+            )
             await asyncio.sleep(SIGN_S)
 
-    def _lost(self, server: _Server, why: str) -> None:
-        _log.error("environment server %s: %s", server.address, why)
+    def _lost(self, server: _Server, reason: str) -> None:
+        _log.error("environment server %s: %s", server.address, reason)
         self.replaced["server"] += 1
         server.incarnation = ""
         server.room = 0
-        server.fail_all(why)
+        server.fail_all(reason)
 
-    def _welcomed(self, server: _Server, welcome: Welcome) -> None:
-        why = self._unlike(server, welcome)
-        if why and not server.refused:
-            _log.error("environment server %s is not used: %s", server.address, why)
-        server.refused = f"environment server {server.address}: {why} ({_SETTING})" if why else ""
-        if server.incarnation and (why or server.incarnation != welcome.server):
-            self._lost(server, why or "it was restarted")
-        if why:
+    def _welcomed(self, server: _Server, welcome: EnvironmentWelcome) -> None:
+        reason = self._refusal(server, welcome)
+        if reason and not server.refused:
+            _log.error("environment server %s is not used: %s", server.address, reason)
+        named = f"environment server {server.address}"
+        server.refused = f"{named}: {reason} ({_SETTING})" if reason else ""
+        if server.incarnation and (reason or server.incarnation != welcome.server):
+            self._lost(server, reason or "it was restarted")
+        if reason:
             return
         self.version, self.drives_itself = welcome.version, welcome.drives_itself
         self.may_reward = welcome.may_reward
         server.welcome, server.incarnation = welcome, welcome.server
         server.room = welcome.room
-        for number in server.told_open:
+        for number in server.reported:
             if number not in welcome.open and (acting := server.acting.get(number)) is not None:
-                lost = f"environment server {server.address} no longer has this trajectory"
-                acting.take(EnvironmentLostError(lost))
+                acting.take(EnvironmentLostError(f"{named} no longer has this trajectory"))
         self._changed.set()
 
-    def _unlike(self, server: _Server, welcome: Welcome) -> str:
+    def _refusal(self, server: _Server, welcome: EnvironmentWelcome) -> str:
         """Return why a server cannot be used; empty if it can."""
         if welcome.revision != REVISION:
             return (
@@ -326,8 +328,10 @@ class EnvironmentServers:
                 "it serves another environment, or the same with other options: start it with the "
                 "settings of this run (environment.function, environment.options)"
             )
-        others = (one.welcome for one in self._servers if one.incarnation and one is not server)
-        used = next((one for one in others if one is not None), welcome)
+        welcomes = (
+            other.welcome for other in self._servers if other.incarnation and other is not server
+        )
+        used = next(filter(None, welcomes), welcome)
         if (used.version, used.drives_itself) != (welcome.version, welcome.drives_itself):
             return (
                 f"it serves version {welcome.version} of the environment, and others serve "
@@ -338,7 +342,7 @@ class EnvironmentServers:
     # ---- messages ------------------------------------------------------------------
 
     async def _read(self, server: _Server, link: zmq.asyncio.Socket) -> None:
-        """Handle messages; a server is silent only once all that was waiting has been read."""
+        """Handle messages; a server is silent only once all waiting messages were read."""
         while True:
             async for frames in waiting(link):
                 self._take(server, frames)
@@ -355,7 +359,7 @@ class EnvironmentServers:
         self._handle(server, message)
 
     def _handle(self, server: _Server, message: FromServer) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, EnvironmentWelcome):
             self._welcomed(server, message)
             return
         acting = server.acting.get(message.number)
@@ -365,11 +369,11 @@ class EnvironmentServers:
             case Opened(is_full=is_full):
                 if not acting.opened.done():
                     acting.opened.set_result(not is_full)
-            case Heard(said=said):
-                acting.take(said)
+            case ProcessMessage(message=sent):
+                acting.take(sent)
             case Failed(reason=reason):
                 acting.take(EnvironmentFailedError(reason))
-            case Asked():
+            case AgentRequest():
                 if message.call not in acting.calls and len(acting.calls) < MOST_CALLS:
                     asking = self._in_background(self._ask(acting, message))
                     acting.calls[message.call] = asking
@@ -378,14 +382,14 @@ class EnvironmentServers:
                 if (waiting := acting.calls.get(call)) is not None:
                     waiting.cancel()
 
-    async def _ask(self, acting: RemoteActing, asked: Asked) -> None:
+    async def _ask(self, acting: RemoteActing, asked: AgentRequest) -> None:
         """Carry a request to the endpoint here, and its answer back."""
         method, _, path = asked.path.partition(" ")
         headers = {"Authorization": f"Bearer {acting.api_key}", "Content-Type": "application/json"}
 
         async def part(body: bytes, **more: Any) -> None:  # noqa: ANN401 fields
             await acting.server.send(
-                Answered(
+                AgentAnswer(
                     client=self._client, number=acting.number, call=asked.call, body=body, **more
                 )
             )

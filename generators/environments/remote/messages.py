@@ -1,7 +1,7 @@
 """Messages between a generator and an environment server, over CURVE.
 
-What a trajectory's process and its generator say to each other goes through as it is. Requests of
-an agent that drives itself come to the server's own endpoint and are carried to the generator's.
+Messages between a trajectory's process and its generator pass unchanged. Requests of an agent that
+drives itself reach the server's own endpoint and are carried to the generator's.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
-    Begin,
+    BeginTrajectory,
     Replied,
     Turned,
     Unable,
@@ -29,11 +29,11 @@ from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
 REVISION = 3
-MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # of a message; larger requests of agents are refused
-MOST_CALLS = 256  # of one trajectory's agent at a time
+MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # largest message; refuses larger agent requests
+MOST_CALLS = 256  # calls of one trajectory's agent at a time
 MAX_PATH = 200  # characters, with the method
 SIGN_S = 1.0  # between two signs of life of a generator
-LOOK_S = SIGN_S / 4  # between two looks at who is silent
+LOOK_S = SIGN_S / 4  # between two checks for silent peers
 _MOST_AT_ONCE = 1_024  # messages between two looks, more than there are generators
 ProcessName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
@@ -45,12 +45,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 # ---- generator to server -----------------------------------------------------
 
 
-class Hello(_Message, frozen=True):
-    """A generator's sign of life; the first one begins."""
+class EnvironmentHello(_Message, frozen=True):
+    """A generator's sign of life; the first one introduces it."""
 
     client: ProcessName  # differs after each restart
     revision: Count
-    open: Several[Count] = ()  # trajectories that it has there; others of its end
+    open: Several[Count] = ()  # its trajectories there; its others end
 
 
 class Open(_Message, frozen=True):
@@ -61,11 +61,11 @@ class Open(_Message, frozen=True):
 
 
 class Tell(_Message, frozen=True):
-    """Tell its process something; it answers each with one message."""
+    """Send a message to a trajectory's process, which answers each with one."""
 
     client: ProcessName
     number: Count
-    said: Begin | Replied
+    message: BeginTrajectory | Replied
 
 
 class Close(_Message, frozen=True):
@@ -75,8 +75,8 @@ class Close(_Message, frozen=True):
     number: Count
 
 
-class Answered(_Message, frozen=True):
-    """A part of the answer to a request of an agent; status and type are with the first."""
+class AgentAnswer(_Message, frozen=True):
+    """A part of the answer to an agent's request; the first part has status and type."""
 
     client: ProcessName
     number: Count
@@ -90,17 +90,17 @@ class Answered(_Message, frozen=True):
 # ---- server to generator -----------------------------------------------------
 
 
-class Welcome(_Message, frozen=True):
-    """The answer to a Hello: what is served here."""
+class EnvironmentWelcome(_Message, frozen=True):
+    """The answer to an EnvironmentHello: the environment that is served here."""
 
     server: ProcessName  # differs after each restart
-    version: Text  # of the environment
-    identity: Name  # of its name and options (``identity_of``)
+    version: Text  # version of the environment
+    identity: Name  # identity of its name and options (``identity_of``)
     drives_itself: bool
     revision: Count
     may_reward: bool = True
-    room: Count = 0  # for so many trajectories more
-    open: Several[Count] = ()  # of those that the Hello named, the ones that are under way
+    room: Count = 0  # number of further trajectories that fit
+    open: Several[Count] = ()  # trajectories under way, among those that the generator named
 
 
 class Opened(_Message, frozen=True):
@@ -110,21 +110,21 @@ class Opened(_Message, frozen=True):
     is_full: bool = False
 
 
-class Heard(_Message, frozen=True):
-    """What a trajectory's process said."""
+class ProcessMessage(_Message, frozen=True):
+    """A message of a trajectory's process."""
 
     number: Count
-    said: Turned | Unable
+    message: Turned | Unable
 
 
 class Failed(_Message, frozen=True):
-    """A trajectory cannot go on, and why."""
+    """A trajectory cannot continue, for this reason."""
 
     number: Count
     reason: Text
 
 
-class Asked(_Message, frozen=True):
+class AgentRequest(_Message, frozen=True):
     """A request of an agent, for the generator's endpoint."""
 
     number: Count
@@ -140,15 +140,15 @@ class Left(_Message, frozen=True):
     call: Count
 
 
-ToServer: TypeAlias = Hello | Open | Tell | Close | Answered
-FromServer: TypeAlias = Welcome | Opened | Heard | Failed | Asked | Left
+ToServer: TypeAlias = EnvironmentHello | Open | Tell | Close | AgentAnswer
+FromServer: TypeAlias = EnvironmentWelcome | Opened | ProcessMessage | Failed | AgentRequest | Left
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 
 def identity_of(function: str, options: Mapping[str, Json]) -> str:
-    """Return a short name of an environment and its options, wherever its file lies."""
+    """Return a short name of an environment and its options, independent of its folder."""
     file, _, name = function.rpartition(":")
     named = [file.rpartition("/")[2], name, options]
     encoder = msgspec.json.Encoder(order="deterministic")
@@ -164,7 +164,7 @@ def to_server(frames: Sequence[bytes]) -> ToServer:
     """Return a message of a generator.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the frames are no such message.
     """
     try:
         return _to_server.decode(joined_message(frames, most_bytes=MAX_BYTES))
@@ -176,7 +176,7 @@ def from_server(frames: Sequence[bytes]) -> FromServer:
     """Return a message of an environment server.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the frames are no such message.
     """
     try:
         return _from_server.decode(joined_message(frames, most_bytes=MAX_BYTES))
@@ -185,10 +185,10 @@ def from_server(frames: Sequence[bytes]) -> FromServer:
 
 
 async def waiting(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """Wait for a message, but ``LOOK_S`` at most; yield the frames of all that are waiting.
+    """Wait up to ``LOOK_S`` for a message; yield the frames of all waiting messages.
 
-    They are those of each connection in turn, and a flood of one does not keep the caller from
-    looking who is silent. Others run between any two messages.
+    Connections take turns, and a flood of messages does not keep the caller from its checks for
+    silent peers. Other tasks run between any two messages.
     """
     await socket.poll(int(LOOK_S * 1e3))
     with suppress(zmq.Again):

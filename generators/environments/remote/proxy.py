@@ -1,6 +1,6 @@
 """The endpoint by which agents of an environment server reach the policy, at their generators.
 
-It listens on loopback, and takes nothing without the key of a trajectory.
+It listens on loopback, and refuses requests without the key of a trajectory.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
     MOST_CALLS,
-    Answered,
+    AgentAnswer,
 )
 from slipstream.wire.errors import ConfigError
 
-_MOST_PARTS = 512  # of an answer that its agent has not read yet, of 64 KiB
+_MOST_PARTS = 512  # unread parts of an answer, of 64 KiB each
 _CUT_OFF = -1  # in place of a status
 Ask = Callable[[int, str, bytes], Awaitable[None]]
 Leave = Callable[[int], Awaitable[None]]
@@ -31,11 +31,11 @@ Leave = Callable[[int], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Agent:
-    """Who asks for one trajectory."""
+    """The agent of one trajectory."""
 
     ask: Ask  # carries a request: number of the call, path, body
-    leave: Leave  # says that nobody waits for that call any more
-    calls: "dict[int, asyncio.Queue[Answered]]" = field(default_factory=dict)
+    leave: Leave  # reports that the agent no longer waits for a call
+    calls: "dict[int, asyncio.Queue[AgentAnswer]]" = field(default_factory=dict)
 
 
 class PolicyProxy:
@@ -54,7 +54,7 @@ class PolicyProxy:
         """Listen on a port of the system's choice.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no port can be bound.
         """
         try:
             host, port = await self._http.open("127.0.0.1", 0)
@@ -73,14 +73,14 @@ class PolicyProxy:
         return key
 
     def end(self, key: str) -> None:
-        """Serve it no longer; who waits for an answer gets none."""
+        """Stop serving an agent; its calls under way get no answer."""
         agent = self._agents.pop(key, None)
         self._http.end(key)
         for call, answers in agent.calls.items() if agent is not None else ():
-            _put(answers, Answered(client="-", number=0, call=call, body=b"", is_last=True))
+            _put(answers, AgentAnswer(client="-", number=0, call=call, body=b"", is_last=True))
 
-    def answered(self, key: str, part: Answered) -> None:
-        """Pass on a part of an answer; one whose agent does not read is cut off."""
+    def answered(self, key: str, part: AgentAnswer) -> None:
+        """Pass on a part of an answer; cut the answer off if its agent does not read."""
         agent = self._agents.get(key)
         answers = agent.calls.get(part.call) if agent is not None else None
         if agent is not None and answers is not None and not _put(answers, part):
@@ -103,7 +103,7 @@ class PolicyProxy:
         if len(path) > MAX_PATH:
             return web.json_response({"error": {"message": "no such path"}}, status=404)
         call = next(self._numbers)
-        answers: asyncio.Queue[Answered] = asyncio.Queue(_MOST_PARTS)
+        answers: asyncio.Queue[AgentAnswer] = asyncio.Queue(_MOST_PARTS)
         agent.calls[call] = answers
         try:
             await agent.ask(call, path, await request.read())
@@ -116,7 +116,7 @@ class PolicyProxy:
 
 
 async def _passed_on(
-    request: web.Request, answers: "asyncio.Queue[Answered]"
+    request: web.Request, answers: "asyncio.Queue[AgentAnswer]"
 ) -> web.StreamResponse:
     first = await answers.get()
     if not first.status:
@@ -136,7 +136,7 @@ async def _passed_on(
         part = await answers.get()
 
 
-def _put(answers: "asyncio.Queue[Answered]", part: Answered) -> bool:
+def _put(answers: "asyncio.Queue[AgentAnswer]", part: AgentAnswer) -> bool:
     try:
         answers.put_nowait(part)
     except asyncio.QueueFull:

@@ -1,9 +1,9 @@
 """Runs the trajectories' environments of generators on other hosts.
 
-Consumes: messages of generators that prove the key. Produces: one answer to each thing that a
-trajectory is told, and requests of its agent. Waits for: both. A generator that is silent has lost
-its trajectories; each is killed with all that it has started. The loop that receives never waits
-for that, and calls a generator silent only once it has read all that was waiting.
+Consumes: messages of generators that prove the key. Produces: one answer to each message for a
+trajectory, and requests of its agent. Waits for: both. A silent generator has lost its
+trajectories; each is killed with all that it has started. The loop that receives never waits for
+that, and calls a generator silent only once it has read all waiting messages.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ import zmq
 import zmq.asyncio
 
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentHost
-from slipstream.generators.environments.messages import Begin, Replied, Turned, Unable
+from slipstream.generators.environments.messages import BeginTrajectory, Replied, Turned, Unable
 from slipstream.generators.environments.remote.messages import (
     LOOK_S,
     REVISION,
-    Answered,
-    Asked,
+    AgentAnswer,
+    AgentRequest,
     Close,
+    EnvironmentHello,
+    EnvironmentWelcome,
     Failed,
     FromServer,
-    Heard,
-    Hello,
     Left,
     Open,
     Opened,
+    ProcessMessage,
     Tell,
-    Welcome,
     encoded,
     to_server,
     waiting,
@@ -56,15 +56,17 @@ class _Trajectory:
     """One trajectory of a generator."""
 
     number: int
-    told: "asyncio.Queue[Begin | Replied]" = field(default_factory=lambda: asyncio.Queue(1))
+    received: "asyncio.Queue[BeginTrajectory | Replied]" = field(
+        default_factory=lambda: asyncio.Queue(1)
+    )
     task: "asyncio.Task[None] | None" = None
-    key: str = ""  # of its agent at the proxy
+    key: str = ""  # key of its agent at the proxy
     is_ending: bool = False
 
     def end(self) -> None:
-        """Have its process killed, once; it takes room until that is done.
+        """Kill its process, once; the trajectory takes room until that is done.
 
-        A second cancellation would end the wait for that, not hasten it.
+        A second cancellation would end the wait for its end.
         """
         if not self.is_ending and self.task is not None:
             self.task.cancel()
@@ -94,15 +96,15 @@ class EnvironmentServer:
         silence_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve nobody yet; ``run`` does.
+        """Prepare to serve; ``run`` serves.
 
         Args:
-            host: of the environment, started.
-            identity: of its name and options.
-            proxy: listens for agents.
-            most: trajectories at a time.
-            silence_s: without a sign of life, after which a generator is gone.
-            now: monotonic seconds.
+            host: Runs the environment's processes.
+            proxy: Listens for agents.
+            identity: Identity of the environment's name and options.
+            most: Most trajectories at a time.
+            silence_s: Time without a sign of life after which a generator is gone.
+            now: Returns monotonic seconds.
         """
         self._host = host
         self._proxy = proxy
@@ -112,13 +114,13 @@ class EnvironmentServer:
         self._now = now
         self._name = secrets.token_hex(8)
         self._clients: dict[str, _Client] = {}
-        # One for each trajectory, until its process is gone.
+        # A task for each trajectory, until its process is gone.
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket: zmq.asyncio.Socket | None = None
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories that take room: under way, or about to be gone."""
+        """Trajectories that take room: under way, or ending."""
         return len(self._tasks)
 
     async def run(self, socket: zmq.asyncio.Socket) -> None:
@@ -140,28 +142,28 @@ class EnvironmentServer:
         except ProtocolError as error:
             _malformed.say("a generator sent a malformed message: %s", error)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, EnvironmentHello):
             await self._hello(peer, message)
             return
         client = self._clients.get(message.client)
         if client is None or client.peer != peer:
-            return  # its next Hello names what it has here, and the answer does not
+            return  # the answer to its next hello will not list its trajectories here
         client.silence.heard()
         match message:
             case Open(number=number):
                 await self._open(client, number)
-            case Tell(number=number, said=said):
-                if (one := client.trajectories.get(number)) is not None:
-                    with suppress(asyncio.QueueFull):  # it is told one thing at a time
-                        one.told.put_nowait(said)
-            case Answered(number=number):
-                if (one := client.trajectories.get(number)) is not None:
-                    self._proxy.answered(one.key, message)
+            case Tell(number=number, message=sent):
+                if (trajectory := client.trajectories.get(number)) is not None:
+                    with suppress(asyncio.QueueFull):  # one message at a time
+                        trajectory.received.put_nowait(sent)
+            case AgentAnswer(number=number):
+                if (trajectory := client.trajectories.get(number)) is not None:
+                    self._proxy.answered(trajectory.key, message)
             case Close(number=number):
-                if (one := client.trajectories.get(number)) is not None:
-                    one.end()
+                if (trajectory := client.trajectories.get(number)) is not None:
+                    trajectory.end()
 
-    async def _hello(self, peer: bytes, message: Hello) -> None:
+    async def _hello(self, peer: bytes, message: EnvironmentHello) -> None:
         client = self._clients.get(message.client)
         if client is None:
             if len(self._clients) >= _MOST_CLIENTS:
@@ -172,16 +174,16 @@ class EnvironmentServer:
             self._clients[message.client] = client
             _log.info("generator %s is there", message.client)
         client.silence.heard()
-        # What was sent over another connection may be lost, and with it what it was about.
+        # Messages over another connection may be lost, and so are their trajectories.
         kept = frozenset(message.open if client.peer == peer else ())
         client.peer = peer
-        for number, one in client.trajectories.items():
+        for number, trajectory in client.trajectories.items():
             if number not in kept:
-                one.end()
-        under_way = {n for n, one in client.trajectories.items() if not one.is_ending}
+                trajectory.end()
+        under_way = {n for n, known in client.trajectories.items() if not known.is_ending}
         await self._send(
             client,
-            Welcome(
+            EnvironmentWelcome(
                 server=self._name,
                 version=self._host.version,
                 identity=self._identity,
@@ -200,47 +202,53 @@ class EnvironmentServer:
         if known is not None or self.num_trajectories >= self._most:
             await self._send(client, Opened(number=number, is_full=True))
             return
-        one = _Trajectory(number)
-        client.trajectories[number] = one
-        one.task = asyncio.create_task(self._play(client, one))
-        self._tasks.add(one.task)
-        one.task.add_done_callback(lambda task: self._ended(client, one, task))  # never run, too
+        trajectory = _Trajectory(number)
+        client.trajectories[number] = trajectory
+        task = trajectory.task = asyncio.create_task(self._play(client, trajectory))
+        self._tasks.add(task)
+        # Also called for a task that never ran.
+        task.add_done_callback(lambda task: self._ended(client, trajectory, task))
         await self._send(client, Opened(number=number))
 
-    def _ended(self, client: _Client, one: _Trajectory, task: "asyncio.Task[None]") -> None:
+    def _ended(self, client: _Client, trajectory: _Trajectory, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        self._proxy.end(one.key)
-        client.trajectories.pop(one.number, None)
+        self._proxy.end(trajectory.key)
+        client.trajectories.pop(trajectory.number, None)
 
-    async def _play(self, client: _Client, one: _Trajectory) -> None:
+    async def _play(self, client: _Client, trajectory: _Trajectory) -> None:
+        number = trajectory.number
         try:
-            async with self._host.trajectory() as acting:
+            async with self._host.trajectory() as process:
                 while True:
-                    told = await one.told.get()
-                    if isinstance(told, Begin) and self._host.drives_itself:
-                        told = self._through_proxy(client, one, told)
-                    await acting.tell(told)
-                    said = await acting.hear()
-                    if not isinstance(said, Turned | Unable):
-                        said = Unable(reason="it sent nonsense")
-                    await self._send(client, Heard(number=one.number, said=said))
+                    received = await trajectory.received.get()
+                    if isinstance(received, BeginTrajectory) and self._host.drives_itself:
+                        received = self._through_proxy(client, trajectory, received)
+                    await process.tell(received)
+                    answer = await process.hear()
+                    if not isinstance(answer, Turned | Unable):
+                        answer = Unable(reason="it sent nonsense")
+                    await self._send(client, ProcessMessage(number=number, message=answer))
         except EnvironmentFailedError as error:
-            await self._send(client, Failed(number=one.number, reason=shortened(str(error))))
+            await self._send(client, Failed(number=number, reason=shortened(str(error))))
         except Exception as error:  # noqa: BLE001 the other side waits for an answer
             _log.exception("a trajectory of generator %s", client.name)
-            why = f"the environment server failed: {type(error).__name__}: {error}"
-            await self._send(client, Failed(number=one.number, reason=shortened(why)))
+            reason = f"the environment server failed: {type(error).__name__}: {error}"
+            await self._send(client, Failed(number=number, reason=shortened(reason)))
 
-    def _through_proxy(self, client: _Client, one: _Trajectory, begin: Begin) -> Begin:
+    def _through_proxy(
+        self, client: _Client, trajectory: _Trajectory, begin: BeginTrajectory
+    ) -> BeginTrajectory:
+        number = trajectory.number
+
         async def ask(call: int, path: str, body: bytes) -> None:
-            await self._send(client, Asked(number=one.number, call=call, path=path, body=body))
+            await self._send(client, AgentRequest(number=number, call=call, path=path, body=body))
 
         async def leave(call: int) -> None:
-            await self._send(client, Left(number=one.number, call=call))
+            await self._send(client, Left(number=number, call=call))
 
-        self._proxy.end(one.key)  # it was begun before
-        one.key = self._proxy.open(ask, leave)
-        return msgspec.structs.replace(begin, url=self._proxy.url, api_key=one.key)
+        self._proxy.end(trajectory.key)  # key of an earlier begin
+        trajectory.key = self._proxy.open(ask, leave)
+        return msgspec.structs.replace(begin, url=self._proxy.url, api_key=trajectory.key)
 
     def _look(self) -> None:
         for client in list(self._clients.values()):
@@ -255,16 +263,16 @@ class EnvironmentServer:
 
     def _forget(self, client: _Client) -> None:
         self._clients.pop(client.name, None)
-        for one in client.trajectories.values():
-            one.end()
+        for trajectory in client.trajectories.values():
+            trajectory.end()
 
     async def _send(self, client: _Client, message: FromServer) -> None:
-        """Send at once; what a generator does not take, or no longer, ends all it has here."""
+        """Send at once; a generator that does not take a message loses its trajectories."""
         if self._socket is None:
             return
         try:
             await self._socket.send_multipart([client.peer, *encoded(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _unread.say("generator %s does not take its messages: %s", client.name, error)
-            for one in client.trajectories.values():
-                one.end()
+            for trajectory in client.trajectories.values():
+                trajectory.end()

@@ -29,13 +29,13 @@ async def serve(
     """Serve an environment until this process is asked to end.
 
     Args:
-        settings: of the environment.
-        address: to listen at.
-        most: trajectories at a time.
-        hide: what environments do not see, besides the key file.
+        settings: Settings of the environment.
+        address: Address to listen at.
+        most: Most trajectories at a time.
+        hide: Paths that environments must not see, besides the key file.
 
     Raises:
-        ConfigError: it cannot be imported, the key cannot be read or the address not be bound.
+        ConfigError: the environment cannot be imported, the key not read, or the address not bound.
     """
     stop = stop_event()
     key_file = Path(settings.key_file)

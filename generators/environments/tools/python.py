@@ -13,10 +13,10 @@ or in an environment of one's own:
         async def close(self) -> None:
             await self._interpreter.close()
 
-What the policy wrote is confined by bubblewrap, as programs that a reward function tests are: it
-has namespaces of its own without a network, no files but system libraries and Python's own, no
-environment, and a filter of system calls. It ends with the trajectory's process, which has another
-process start it (``broker/sandbox/keeper.py``), being confined itself.
+Bubblewrap confines the policy's code as it does programs that a reward function tests: namespaces
+of its own without a network, no files but system libraries and Python's own, no environment, and a
+filter of system calls. It ends with the trajectory's process, which is confined itself and so has
+another process start it (``broker/sandbox/keeper.py``).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from slipstream.broker.sandbox import sandbox as sandboxes
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
-from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Console, Said
+from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Console, ConsoleResult
 from slipstream.broker.sandbox.keeper import BorrowedConsole, console
 from slipstream.generators.environments.sdk import Environment, Unavailable
 
@@ -52,21 +52,22 @@ class Interpreter:
         """Set limits.
 
         Args:
-            call_s: of one call, in seconds in which it has a core or wants none; past it the
-                interpreter is ended, and what it holds is lost.
-            total_s: of all calls together, in the same.
-            max_calls: in one trajectory.
-            max_output: bytes of one call's output that the policy gets to read: its begin and end.
-            memory_mb: of the interpreter and what it starts; keep environment.memory_mb above it.
-            max_processes: processes and threads of it; keep environment.max_processes well above.
-            sandbox: as environment.sandbox; ``none`` runs what the policy writes unprotected.
+            call_s: Limit of one call, in seconds in which it has a core or wants none; then the
+                interpreter is ended and its state is lost.
+            total_s: Limit of all calls together, in such seconds.
+            max_calls: Most calls in one trajectory.
+            max_output: Bytes of one call's output that the policy reads, from beginning and end.
+            memory_mb: Memory of the interpreter and its processes; less than environment.memory_mb.
+            max_processes: Processes and threads; much less than environment.max_processes.
+            sandbox: Mode as in environment.sandbox; ``none`` runs the policy's code unprotected.
 
         Raises:
             ValueError: a limit is not above 0.
         """
-        given = {"call_s": call_s, "total_s": total_s, "max_calls": max_calls}
-        given |= {"max_output": max_output, "memory_mb": memory_mb, "max_processes": max_processes}
-        for name, value in given.items():
+        limits = {"call_s": call_s, "total_s": total_s, "max_calls": max_calls}
+        limits |= {"max_output": max_output, "memory_mb": memory_mb}
+        limits["max_processes"] = max_processes
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name}: expected more than 0, got {value}")
         if sandbox not in ("namespaces", "none"):
@@ -82,7 +83,7 @@ class Interpreter:
             max_output_bytes=max_output,
         )
         self._console: Console | BorrowedConsole | None = None
-        # One thread, with which the interpreter ends: calls are one after the other.
+        # One thread, with which the interpreter ends: calls run one after the other.
         self._thread = ThreadPoolExecutor(1, "python")
 
     async def python(self, code: str) -> str:
@@ -105,15 +106,15 @@ class Interpreter:
         try:
             if self._console is None:
                 self._console = console(self._limits, mode=self._mode)
-            said = self._console.run(code, own_s=min(self._call_s, self._left_s))
+            result = self._console.run(code, own_s=min(self._call_s, self._left_s))
         except SandboxUnavailableError as error:
             self._end()
             raise Unavailable(str(error)) from error
-        self._left_s -= said.own_s
-        if said.ended:
+        self._left_s -= result.own_s
+        if result.ended:
             self.num_ended += 1
             self._end()
-        return shown(said)
+        return shown(result)
 
     def _end(self) -> None:
         ended, self._console = self._console, None
@@ -121,11 +122,11 @@ class Interpreter:
             ended.__exit__(None, None, None)
 
 
-def shown(said: Said) -> str:
+def shown(result: ConsoleResult) -> str:
     """Return the text of a call for the policy."""
-    parts = [said.text.rstrip("\n")] if said.text.strip() else []
-    if said.ended:
-        parts.append(_LOST.format(reason=said.ended))
+    parts = [result.text.rstrip("\n")] if result.text.strip() else []
+    if result.ended:
+        parts.append(_LOST.format(reason=result.ended))
     return "\n".join(parts) or "(it printed nothing)"
 
 

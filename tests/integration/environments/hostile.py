@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.broker.sandbox.frames import Unframer, frame_of
 from slipstream.generators.environments.messages import (
-    Begin,
+    BeginTrajectory,
     Connected,
     Fork,
     Replied,
@@ -222,7 +222,7 @@ def _answer(connection: socket.socket) -> None:
     while data := connection.recv(1 << 16):
         for body in frames.feed(data):
             match to_environment.decode(body):
-                case Begin(prompt=prompt):
+                case BeginTrajectory(prompt=prompt):
                     said = {"role": "user", "content": f"{prompt.ground_truth}"}
                     connection.sendall(frame_of(Turned(messages=(said,))))
                 case Replied():

@@ -22,10 +22,10 @@ from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.bus.in_steps import InSteps
+from tests.support.engine_steps import EngineInSteps
 
 
-class BusEngine(InSteps):
+class BusEngine(EngineInSteps):
     """Tensors by name, and a log of tokens."""
 
     def __init__(

@@ -156,4 +156,4 @@ def test_without_workers_an_environment_gives_all_rewards(model: Path):
         ("", {"workers": 0}, False),
     ]:
         found = generator_settings_of(model, environment={"function": function}, reward=reward)
-        assert found.nobody_scores is expected
+        assert found.has_no_scorer is expected

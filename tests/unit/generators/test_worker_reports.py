@@ -8,11 +8,11 @@ from pathlib import Path
 from typing_extensions import override
 
 from slipstream.broker.history.rates import RunRates
-from slipstream.generators.capture.session import Reply
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
 from slipstream.generators.lanes.lanes import CallLanes
 from slipstream.generators.rollout import Submission
+from slipstream.generators.turns.calls import RecordedReply
 from slipstream.wire.messages.broker import LeasedGroup, LeaseGroups, ReleaseLease, RoleReport
 from slipstream.wire.process.phases import ACT, WAIT
 from tests.support.waiting import until_async
@@ -127,7 +127,16 @@ async def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
         assert phases() == {"generate", "adopt", WAIT}
 
 
-class TwoCalls(TurnSampler):
+class Uncounted(TurnSampler):
+    """A sampler that counts nothing."""
+
+    @property
+    @override
+    def counters(self) -> dict[str, float]:
+        return {}
+
+
+class TwoCalls(Uncounted):
     """Calls the engine twice; in between it waits for ``answers``."""
 
     def __init__(self) -> None:
@@ -141,7 +150,7 @@ class TwoCalls(TurnSampler):
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         async with lanes.call():
             self.calling.set()
@@ -151,7 +160,7 @@ class TwoCalls(TurnSampler):
             raise EnvironmentFailedError("the world ended")
 
 
-class Ends(TurnSampler):
+class Ends(Uncounted):
     """Each sibling of a group ends in an error of its own; the next group's do."""
 
     def __init__(self, *errors: EnvironmentFailedError) -> None:
@@ -164,7 +173,7 @@ class Ends(TurnSampler):
         group: LeasedGroup,
         sibling: int,
         lanes: CallLanes,
-        on_reply: Callable[[Reply], None] | None = None,
+        on_reply: Callable[[RecordedReply], None] | None = None,
     ) -> Submission:
         async with lanes.call():
             if self.errors:

@@ -13,9 +13,15 @@ import pytest
 
 from slipstream.broker.config import RewardSection, RewardTable
 from slipstream.broker.reward_worker import slot as slot_module
-from slipstream.broker.reward_worker.child import Link, Runner
+from slipstream.broker.reward_worker.child import GuardedLink, Runner
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.reward_worker.messages import Answered, Call, Load, from_child, to_child
+from slipstream.broker.reward_worker.messages import (
+    CallOutcomes,
+    Load,
+    ScoreCall,
+    from_child,
+    to_child,
+)
 from slipstream.broker.reward_worker.queue import request_of
 from slipstream.broker.reward_worker.slot import Slot, how_it_ended
 from slipstream.broker.rewards.loading import load_function
@@ -100,8 +106,8 @@ def test_every_answer_of_a_call_gets_its_own_score():
 @pytest.mark.parametrize("size", [1, 3, 5, 1000])
 def test_frames_are_found_however_the_bytes_come(size: int):
     _, transcript = pair(0, 1)
-    call = Call(call_id=7, function=0, transcripts=(transcript,))
-    answered = Answered(call_id=7, outcomes=(RewardOutcome(reward=0.5, parts={"a": 1.0}),))
+    call = ScoreCall(call_id=7, function=0, transcripts=(transcript,))
+    answered = CallOutcomes(call_id=7, outcomes=(RewardOutcome(reward=0.5, parts={"a": 1.0}),))
     stream = frame_of(call) + frame_of(answered)
     unframer = Unframer()
     bodies = [
@@ -153,22 +159,22 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
         while len(answers) < 4:
             for body in frames.feed(ours.recv(1 << 16)):
                 answer = from_child.decode(body)
-                assert isinstance(answer, Answered)
+                assert isinstance(answer, CallOutcomes)
                 outcome = answer.outcomes[0]
                 answers.append((answer.call_id, outcome.reward, outcome.unavailable))
         ours.shutdown(socket.SHUT_WR)
 
     with ours, ThreadPoolExecutor() as threads:
         for call_id, function in enumerate([0, 0, 1, 0]):  # there before the first has begun
-            call = Call(call_id=call_id, function=function, transcripts=(text,))
+            call = ScoreCall(call_id=call_id, function=function, transcripts=(text,))
             ours.sendall(frame_of(call))
         done = threads.submit(worker)
         load = Load(rewards=(), offered={}, timeout_s=HANG_S)
-        link = Link(theirs.detach())
+        link = GuardedLink(theirs)
         runner = Runner(link, load, functions)
         runner.serve()
         done.result()
-        link._socket.close()
+        link.close()
         runner._asyncio().close()
     assert answers == [(0, 1.0, ""), (1, 1.0, ""), (2, 2.0, ""), (3, 1.0, "")]
 

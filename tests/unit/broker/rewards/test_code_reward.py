@@ -47,7 +47,7 @@ def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # no
 
 
 def started_by(
-    start: Callable[..., sandbox.Outcome],
+    start: Callable[..., sandbox.ProgramOutcome],
     program: str,
     truth: Json,
     *,
@@ -625,7 +625,7 @@ def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(truth: Json, tm
     init = tmp_path / "init.py"
     init.write_text("import time; time.sleep(1000)")
 
-    def hangs(source: str, *, limits: Limits, **given: Any) -> sandbox.Outcome:  # noqa: ANN401
+    def hangs(source: str, *, limits: Limits, **given: Any) -> sandbox.ProgramOutcome:  # noqa: ANN401
         return sandbox.run(source, limits=replace(limits, start_s=0.1), init=init, **given)
 
     with pytest.raises(Unavailable, match="did not start within"):
@@ -633,7 +633,7 @@ def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(truth: Json, tm
 
 
 def test_without_a_sandbox_there_is_no_score():
-    def refused(*_: object, **__: object) -> sandbox.Outcome:
+    def refused(*_: object, **__: object) -> sandbox.ProgramOutcome:
         raise SandboxUnavailableError("reward.sandbox: refused")
 
     with pytest.raises(Unavailable, match=r"reward\.sandbox"):
@@ -642,10 +642,10 @@ def test_without_a_sandbox_there_is_no_score():
 
 @pytest.mark.parametrize(("code_s", "expected"), [(0.001, 1.0), (0.03, 0.5)])
 def test_only_the_time_of_the_program_is_taken_from_its_budget(code_s: float, expected: float):
-    def slow_to_start(*_: object, stdin: bytes, **__: object) -> sandbox.Outcome:
+    def slow_to_start(*_: object, stdin: bytes, **__: object) -> sandbox.ProgramOutcome:
         time.sleep(0.05)  # more than total_s: the sandbox, not the program
         total = sum(map(int, stdin.split()))
-        return sandbox.Outcome(
+        return sandbox.ProgramOutcome(
             status="ok",
             exit_code=0,
             stdout=f"{total}\n".encode(),

@@ -11,7 +11,7 @@ from docs.generate.policy.sums import write_blank_sums_model, write_demonstratio
 from slipstream.deploy.examples.sums import SHIPPED_POLICY, Sums, prepare, problems
 from slipstream.generators.environments.sdk import Environment, Prompt, Reply, Step, ToolCall
 from slipstream.generators.text.chat_template import ChatTemplate
-from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.rendering import MessageRendering
 
 ROOT = Path(__file__).parents[4]
 MOST_BYTES = 2 * 2**20
@@ -51,7 +51,7 @@ def test_its_template_goes_on_after_a_reply_and_demonstrations_are_what_it_rende
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    rendering = Rendering(
+    rendering = MessageRendering(
         ChatTemplate(source, {}, origin="sums"),
         encode,
         lambda one: tokenizer.decode([one], skip_special_tokens=False),

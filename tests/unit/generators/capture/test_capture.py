@@ -17,14 +17,15 @@ import pytest
 import yarl
 
 from slipstream.broker.listening.gate import Limit
-from slipstream.generators.capture.requests import TextRequest
 from slipstream.generators.capture.server import CaptureServer
-from slipstream.generators.capture.session import CaptureSession, numbered
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
-from slipstream.generators.turns.rendering import Rendering
+from slipstream.generators.turns.histories import numbered
+from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ParsedReply
+from slipstream.generators.turns.requests import TextRequest
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
@@ -74,14 +75,18 @@ class Engine:
 @dataclass
 class Served:
     engine: Engine
-    session: CaptureSession
+    calls: TrajectoryCalls
     server: CaptureServer
     key: str
     client: openai.AsyncOpenAI
 
     @property
     def tokens(self) -> str:
-        return decode(self.session.conversation.token_ids)
+        return decode(self.calls.conversation.token_ids)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.server._agents[self.key].in_flight)
 
 
 async def parse(text: str, tools: Sequence[Json]) -> ParsedReply:
@@ -107,10 +112,10 @@ async def served(
     template: str = TOOLS,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
-    session = CaptureSession(
+    calls = TrajectoryCalls(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=200),
-        rendering=Rendering(
+        rendering=MessageRendering(
             ChatTemplate(template, {}, origin="test"), encoded, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
@@ -124,11 +129,11 @@ async def served(
         host="127.0.0.1", port=0, model="policy", token_text=token_text, limit=limit, idle_s=idle_s
     )
     await server.start()
-    key = server.open(session)
+    key = server.open(calls)
     http = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
     client = openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0, http_client=http)
     try:
-        yield Served(engine, session, server, key, client)
+        yield Served(engine, calls, server, key, client)
     finally:
         await client.close()
         await server.close()
@@ -151,8 +156,8 @@ async def test_a_second_question_has_the_tokens_of_the_first_and_of_its_reply():
         history = [user("2+2?"), first.choices[0].message, user("3+3?")]
         second = await ask(it, history)
         assert second.choices[0].message.content == "six"
-        assert it.session.conversation.branches == ()
-        assert [turn.num_tokens for turn in it.session.conversation.turns] == [2, 4]
+        assert it.calls.conversation.branches == ()
+        assert [turn.num_tokens for turn in it.calls.conversation.turns] == [2, 4]
         assert it.tokens == (
             "<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"
             "\n<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>"
@@ -169,7 +174,7 @@ async def test_calls_of_tools_and_their_results_continue_a_trajectory():
         assert (call.function.name, call.function.arguments) == ("look", '{"at": "it"}')
         result = {"role": "tool", "tool_call_id": call.id, "content": "here"}
         await ask(it, [user("where?"), choice.message, result], tools=[LOOK])
-        assert it.session.conversation.branches == ()
+        assert it.calls.conversation.branches == ()
         assert f"let me CALL {CALL}<|end|>\n<|user|><result>here</result>" in it.tokens
 
 
@@ -213,7 +218,7 @@ async def test_a_history_that_was_rewritten_opens_a_branch(rewritten: list[Any])
     async with served("4", "more") as it:
         await ask(it, [user("2+2?")])
         await ask(it, rewritten)
-        conversation = it.session.conversation
+        conversation = it.calls.conversation
         first = len(encode("<|user|>\n2+2?<|end|>\n<|assistant|>\n4<|end|>"))
         assert conversation.branches == (first,)
         whole = ChatTemplate(TOOLS, {}, origin="test").text(rewritten)
@@ -260,8 +265,8 @@ async def test_a_history_that_differs_in_what_no_token_shows_is_the_same(form: s
             FORMS[form](reply, tools)
             found = {"role": "tool", "tool_call_id": reply["tool_calls"][0].get("id", "x")}
             messages = [*messages, reply, {**found, "content": "it"}]
-        assert it.session.conversation.branches == ()
-        assert it.session.first_difference == ""
+        assert it.calls.conversation.branches == ()
+        assert it.calls.first_difference == ""
 
 
 THINKS = (  # as a template that shows the thoughts of newest replies
@@ -284,9 +289,9 @@ async def test_a_thought_comes_apart_and_goes_back_or_is_left_out(
         if sent is not None:
             reply["reasoning_content"] = sent
         found = await ask(it, [user("2+2?"), reply, user("sure?")], tools=[GO])
-        assert len(it.session.conversation.branches) == num_branches
+        assert len(it.calls.conversation.branches) == num_branches
         assert found.choices[0].message.tool_calls[0].function.name == "look"
-        assert it.session.rejected["unknown"] == 1, "a call of a tool that there is not"
+        assert it.calls.rejected["unknown"] == 1, "a call of a tool that there is not"
 
 
 @pytest.mark.parametrize(
@@ -303,13 +308,13 @@ async def test_a_history_whose_calls_were_changed_is_another_and_says_where(
         reply["tool_calls"][0]["function"]["arguments"] = json.dumps(change)
         changed = [user("?"), reply, {"role": "tool", "content": "it"}]
         await ask(it, changed, tools=[LOOK])
-        assert len(it.session.conversation.branches) == 1
-        shown = it.session.first_difference
+        assert len(it.calls.conversation.branches) == 1
+        shown = it.calls.first_difference
         assert shown.startswith("after '")
         assert came in shown, shown
         assert f"and now '{now}" in shown, shown
         await ask(it, [user("!")], tools=[LOOK])
-        assert it.session.first_difference == shown, "the first one is kept"
+        assert it.calls.first_difference == shown, "the first one is kept"
 
 
 def system(text: str) -> dict[str, Any]:
@@ -326,11 +331,11 @@ async def test_a_role_of_an_agent_that_has_others_began_no_rewritten_history():
         for _ in range(2):
             for messages in (planner, worker):
                 messages += [(await ask(it, messages)).choices[0].message, user("and?")]
-        assert len(it.session.conversation.branches) == 1
-        assert it.session.first_difference == ""
+        assert len(it.calls.conversation.branches) == 1
+        assert it.calls.first_difference == ""
         await ask(it, [*worker[:4], said("more play"), *worker[5:]])
-        assert "more ' came 'work<" in it.session.first_difference, it.session.first_difference
-        assert "now 'play<" in it.session.first_difference
+        assert "more ' came 'work<" in it.calls.first_difference, it.calls.first_difference
+        assert "now 'play<" in it.calls.first_difference
 
 
 @pytest.mark.parametrize(
@@ -341,11 +346,11 @@ async def test_another_task_of_an_agent_is_no_rewritten_history(shown: list[Any]
         for task in ("2+2?", "3+3?"):
             messages = [system("You add."), *shown, user(task)]
             reply = (await ask(it, messages)).choices[0].message
-        assert len(it.session.conversation.branches) == 1
-        assert it.session.first_difference == ""
+        assert len(it.calls.conversation.branches) == 1
+        assert it.calls.first_difference == ""
         changed = said(f"not {reply.content}")
         await ask(it, [*messages, changed, user("and?")])
-        assert "|>\\n' came 'b<" in it.session.first_difference, it.session.first_difference
+        assert "|>\\n' came 'b<" in it.calls.first_difference, it.calls.first_difference
 
 
 @pytest.mark.parametrize(("asked", "reply"), [("?", "a"), ("?", "another"), ("They met.", "a")])
@@ -355,7 +360,7 @@ async def test_the_time_in_a_system_message_rewrites_a_history_whatever_else_doe
     async with served("a", "b") as it:
         await ask(it, [system("It is 10:01."), user("?")])
         await ask(it, [system("It is 10:02."), user(asked), said(reply), user("and?")])
-        assert "is 10:0' came '1." in it.session.first_difference, it.session.first_difference
+        assert "is 10:0' came '1." in it.calls.first_difference, it.calls.first_difference
 
 
 async def test_results_in_another_order_than_their_calls_have_another_history():
@@ -378,13 +383,13 @@ async def test_a_text_that_goes_on_keeps_the_tokens_of_the_reply_in_it():
         assert first.choices[0].text == "b"
         await it.client.completions.create(model="policy", prompt="abc")
         assert it.tokens == "ab<|end|>cd<|end|>"
-        assert it.session.conversation.branches == ()
+        assert it.calls.conversation.branches == ()
 
 
 async def test_parallel_calls_are_branches_and_none_is_lost():
     async with served("1", "2", "3") as it:
         await asyncio.gather(*(ask(it, [user("?")]) for _ in range(3)))
-        conversation = it.session.conversation
+        conversation = it.calls.conversation
         assert len(conversation.branches) == 2
         assert sum(turn.num_tokens for turn in conversation.turns) == 6
 
@@ -396,10 +401,10 @@ async def test_a_client_that_goes_away_ends_the_generation_and_leaves_nothing():
         await until_async(lambda: it.engine.asked)
         call.cancel()
         await until_async(lambda: it.engine.num_cancelled)
-        assert it.session.conversation.num_tokens == 0
+        assert it.calls.conversation.num_tokens == 0
         it.engine.hold = None
         await ask(it, [user("?")])
-        assert it.session.conversation.num_turns == 1
+        assert it.calls.conversation.num_turns == 1
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
@@ -465,7 +470,7 @@ async def test_others_are_answered_while_a_large_request_is_rendered(where: str)
         large = asyncio.create_task(
             ask(it, [user(HUGE)]) if where == "content" else ask(it, [user("?")], **options)
         )
-        await until_async(lambda: it.session.in_flight)
+        await until_async(lambda: it.in_flight)
         assert (await it.client.models.list()).data
         answered.set()
         assert (await large).choices[0].message.content == "x"
@@ -526,19 +531,19 @@ async def test_an_engine_that_fails_is_no_fault_of_the_client():
     async with served("fail") as it:
         with pytest.raises(openai.InternalServerError, match="SGLang /generate: 500"):
             await ask(it, [user("?")])
-        assert it.session.conversation.num_turns == 0
+        assert it.calls.conversation.num_turns == 0
 
 
 async def test_what_the_engine_refuses_is_the_fault_of_the_request():
     async with served("refuse", "fail", "b") as it:
         with pytest.raises(openai.BadRequestError, match="the engine refuses it"):
             await ask(it, [user("?")])
-        assert it.session.engine_error is None
+        assert it.calls.engine_error is None
         with pytest.raises(openai.InternalServerError):
             await ask(it, [user("?")])
-        assert it.session.engine_error is not None
+        assert it.calls.engine_error is not None
         await ask(it, [user("?")])
-        assert it.session.engine_error is None, "it was tried again"
+        assert it.calls.engine_error is None, "it was tried again"
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
@@ -553,21 +558,21 @@ async def test_what_was_said_is_known_of_texts_and_without_what_nobody_got():
     async with served("b", "d", "f") as it:
         await it.client.completions.create(model="policy", prompt="a")
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        assert it.session.newest_messages == said
-        reply = await it.session.complete(TextRequest(prompt="abc"))
-        it.session.keep(reply)
-        assert it.session.newest_messages[-1]["content"] == "d"
-        it.session.abandon(reply)
-        assert it.session.newest_messages == said
+        assert it.calls.newest_history == said
+        reply = await it.calls.complete(TextRequest(prompt="abc"))
+        it.calls.keep(reply)
+        assert it.calls.newest_history[-1]["content"] == "d"
+        it.calls.abandon(reply)
+        assert it.calls.newest_history == said
         await it.client.completions.create(model="policy", prompt=encode("e"))
-        assert it.session.newest_messages[0]["content"] == "e"
+        assert it.calls.newest_history[0]["content"] == "e"
 
 
 async def test_a_reply_is_no_longer_than_the_trajectory_may_be():
     async with served("x" * 50, "y", max_tokens=60) as it:
         reply = await ask(it, [user("?")])
         assert reply.choices[0].finish_reason == "length"
-        assert it.session.conversation.num_tokens == 60
+        assert it.calls.conversation.num_tokens == 60
         with pytest.raises(openai.BadRequestError, match="60 at most") as caught:
             await ask(it, [user("?"), reply.choices[0].message, user("and?")])
         assert caught.value.code == "context_length_exceeded"
@@ -617,19 +622,19 @@ async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its
                     call.cancel()
                     it.engine.hold.set()
                     await asyncio.gather(call, return_exceptions=True)
-                    await until_async(lambda: not it.session.in_flight)
+                    await until_async(lambda: not it.in_flight)
                     it.engine.hold = None
                     continue
                 case _:
                     pass
             histories.append(await turn(it, [*history, user(text())]))
-        conversation = it.session.conversation
+        conversation = it.calls.conversation
         ids = conversation.token_ids
         trained = sorted(tuple(ids[t.first_token : t.end]) for t in conversation.turns)
         sampled = sorted(tuple(reply) for _, reply in it.engine.sampled)
         for one in trained:  # each as the engine sampled it, and no more often
             sampled.remove(one)
-        assert len(sampled) == it.session.num_abandoned
+        assert len(sampled) == it.calls.num_abandoned
 
 
 async def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
@@ -640,7 +645,7 @@ async def test_a_trajectory_takes_no_more_calls_at_a_time_than_it_may_have():
         with pytest.raises(openai.RateLimitError, match=r"environment\.max_turns"):
             await ask(it, [user("?")])
         await it.server.end(it.key)
-        assert it.session.conversation.num_tokens == 0
+        assert it.calls.conversation.num_tokens == 0
         assert it.engine.num_cancelled == 2
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -704,7 +709,7 @@ async def test_connections_past_a_bound_are_refused_and_counted(caplog: pytest.L
 
 async def test_one_trajectory_cannot_take_all_connections():
     async with served("yes", max_turns=2) as it, Door(it) as door:
-        other = it.server.open(it.session)
+        other = it.server.open(it.calls)
         assert [await door.status(it.key) for _ in range(19)] == [*[200] * 18, 429]
         assert await door.status(other) == 200
         assert it.server.num_refused == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes.concurrency import Range
 from slipstream.generators.lanes.lanes import CallLanes, Lanes, MeanCount, lanes_of
-from tests.support.waiting import HANG_S
+from tests.support.generator_settings import generator_settings_of
+from tests.support.waiting import HANG_S, until_async
 
 WITHIN = Range(lowest=4, highest=32, step=4)
 
@@ -203,6 +205,26 @@ async def test_while_an_environment_answers_others_have_the_lane_and_more_trajec
     assert lanes.free == 4
 
 
+@pytest.mark.parametrize("most", [0, 3])
+async def test_as_many_trajectories_are_taken_beyond_the_lanes_as_the_setting_says(
+    tmp_path: Path, most: int
+):
+    settings = generator_settings_of(
+        tmp_path / "model",
+        run={"group_size": 1},
+        generators={"concurrency": "fixed", "max_sequences": 50, "device": "cpu"},
+        environment={"function": "a.py:A", "max_outside": most},
+    )
+    lanes = lanes_of(settings)
+    booking = lanes.book(50)
+    await booking.enter()
+    async with AsyncExitStack() as stack:
+        for _ in range(50):
+            await stack.enter_async_context(booking.by_call())
+        await until_async(lambda: lanes._outside.mean > most + 1)
+        assert lanes.free == most
+
+
 async def test_a_call_that_is_cancelled_while_it_waits_for_a_lane_leaves_nothing():
     lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9)
     booking = lanes.book(1)
@@ -227,10 +249,10 @@ async def one_call(lanes: CallLanes) -> None:
 async def test_seconds_of_a_trajectory_are_in_the_engine_or_out_of_it_and_changes_are_told():
     now, told = [0.0], []
     lanes = Lanes(Range(lowest=1, highest=1, step=1), most_outside=9, now=lambda: now[0])
-    lanes.on_change = lambda: told.append((lanes.calling, lanes.acting))
     booking = lanes.book(1)
     await booking.enter()
-    async with booking.by_call() as one:
+    changed = lambda: told.append((lanes.calling, lanes.acting))  # noqa: E731
+    async with booking.by_call(changed) as one:
         now[0] = 1.0  # its environment begins
         assert told == [(0, 1)]
         async with one.call():

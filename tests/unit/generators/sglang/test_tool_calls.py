@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from slipstream.generators.sglang.tool_calls import Call, Marks, read_reply
+from slipstream.generators.sglang.tool_calls import Marks, ReadCall, read_reply
 
 _CALL = re.compile(r"<call>(.*?)</call>", re.DOTALL)
 MARKS = Marks("<call>", {"<call>"}, {"</call>"})
@@ -27,7 +27,7 @@ def test_a_reply_of_very_many_calls_is_read_within_a_bound_and_loses_nothing():
     text = "\n".join(map(written, range(2_000)))
     asked = 0
 
-    def counting(part: str, names: Collection[str]) -> list[Call]:
+    def counting(part: str, names: Collection[str]) -> list[ReadCall]:
         nonlocal asked
         asked += len(part)
         return read(part, names)
@@ -51,11 +51,11 @@ def test_long_arguments_are_soon_read(value: str):
     assert (found.text, len(found.calls)) == ("", 1)
 
 
-def read(part: str, _names: Collection[str]) -> list[Call]:
+def read(part: str, _names: Collection[str]) -> list[ReadCall]:
     try:
         found = [*map(json.loads, _CALL.findall(part))]
         return [
-            Call(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in found
+            ReadCall(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in found
         ]
     except (KeyError, ValueError):
         return []

@@ -19,7 +19,7 @@ from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.tools import offline
-from slipstream.generators.tools.offline import Generation, answered_positions
+from slipstream.generators.tools.offline import OfflineGeneration, answered_positions
 from slipstream.generators.tools.offline_config import OfflineSettings, offline_settings
 from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.trajectory_file import NOT_TRAINED, TrajectoryFileWriter, read_groups
@@ -97,7 +97,7 @@ def generate(
     writer = TrajectoryFileWriter(settings.out)
     settings.origin_file.write_text(json.dumps(settings.origin))
     scorer = scorer or InProcess()
-    job = Generation(settings, source, sampler, scorer, writer, answered, retry_after_s=0.0)
+    job = OfflineGeneration(settings, source, sampler, scorer, writer, answered, retry_after_s=0.0)
 
     async def run() -> int:
         failed = await job.run()

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.generators.text.chat_template import ChatTemplate
-from slipstream.generators.turns.rendering import Message, Rendering, TemplateNotAppendOnlyError
+from slipstream.generators.turns.rendering import (
+    Message,
+    MessageRendering,
+    TemplateNotAppendOnlyError,
+)
 
 END, STOP = 1_000_000, 1_000_001
 SPECIAL = {"<|end|>": END, "<|stop|>": STOP}
@@ -57,8 +61,10 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(map(token_text, token_ids))
 
 
-def rendering(source: str) -> Rendering:
-    return Rendering(ChatTemplate(source, {}, origin="test"), encode, token_text, {END, STOP})
+def rendering(source: str) -> MessageRendering:
+    return MessageRendering(
+        ChatTemplate(source, {}, origin="test"), encode, token_text, {END, STOP}
+    )
 
 
 def message(role: str, content: str) -> Message:

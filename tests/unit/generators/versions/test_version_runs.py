@@ -1,6 +1,6 @@
 import pytest
 
-from slipstream.generators.versions.version_runs import Span, version_runs, version_starts
+from slipstream.generators.versions.version_runs import VersionSpan, version_runs, version_starts
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.trajectory import VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
@@ -8,8 +8,8 @@ from slipstream.wire.messages.versions import PolicyVersion
 V3, V4 = PolicyVersion(1, 3), PolicyVersion(1, 4)
 
 
-def spans(*parts: tuple[str, int, int]) -> list[Span]:
-    return [Span(version=version, start=start, end=end) for version, start, end in parts]
+def spans(*parts: tuple[str, int, int]) -> list[VersionSpan]:
+    return [VersionSpan(version=version, start=start, end=end) for version, start, end in parts]
 
 
 def test_spans_of_equal_versions_are_one_run():

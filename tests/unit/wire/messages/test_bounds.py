@@ -66,7 +66,7 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
     environments.FromLoader: environments.from_loader.decode,
     environments.ToEnvironment: environments.to_environment.decode,
     environments.FromEnvironment: environments.from_environment.decode,
-    keeper.Run | keeper.Call: keeper.requests.decode,
+    keeper.RunProgram | keeper.RunInConsole: keeper.requests.decode,
     rewards.ToChild: rewards.to_child.decode,
     rewards.FromChild: rewards.from_child.decode,
 }

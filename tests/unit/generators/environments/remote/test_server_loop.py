@@ -12,12 +12,12 @@ from slipstream.generators.environments.host import EnvironmentHost
 from slipstream.generators.environments.remote.messages import (
     REVISION,
     Close,
+    EnvironmentHello,
+    EnvironmentWelcome,
     FromServer,
-    Hello,
     Open,
     Opened,
     ToServer,
-    Welcome,
     encoded,
     from_server,
 )
@@ -66,9 +66,11 @@ class Generator:
     async def tell(self, message: ToServer) -> None:
         await self._socket.send_multipart(encoded(message))
 
-    async def hello(self, *open_here: int) -> Welcome:
-        answer = await self.ask(Hello(client=self.name, revision=REVISION, open=open_here))
-        assert isinstance(answer, Welcome)
+    async def hello(self, *open_here: int) -> EnvironmentWelcome:
+        answer = await self.ask(
+            EnvironmentHello(client=self.name, revision=REVISION, open=open_here)
+        )
+        assert isinstance(answer, EnvironmentWelcome)
         return answer
 
     async def open(self, number: int) -> bool:

@@ -2,17 +2,17 @@ import asyncio
 
 import pytest
 
-from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, Said
+from slipstream.broker.sandbox.console import MAX_SOURCE_BYTES, ConsoleResult
 from slipstream.generators.environments.sdk import schema_of
 from slipstream.generators.environments.tools.python import Interpreter, WithPython, shown
 
 
 def test_a_result_says_what_was_printed_and_what_was_lost():
     for said, text in [
-        (Said("2\n", 0.1), "2"),
-        (Said(" \n", 0.1), "(it printed nothing)"),
+        (ConsoleResult("2\n", 0.1), "2"),
+        (ConsoleResult(" \n", 0.1), "(it printed nothing)"),
         (
-            Said("a\n", 0.1, "it took too much memory"),
+            ConsoleResult("a\n", 0.1, "it took too much memory"),
             "a\nThe interpreter was ended: it took too much memory. "
             "Its variables and functions are lost.",
         ),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.generators.sglang.harmless import KNOWN, counted, counting, known_name, told
+from slipstream.generators.sglang.log_noise import KNOWN, counted, counting, known_name, told
 
 
 def shown(counts: Path, text: str, filename: str) -> list[str]:

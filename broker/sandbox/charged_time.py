@@ -1,24 +1,24 @@
-"""Elapsed time of a run, without time spent waiting for a core. Pure."""
+"""Pure: the time that is charged to a run, without its waits for a core."""
 
 
-class OwnTime:
+class ChargedTime:
     """Seconds in which a run had a core, or wanted none.
 
-    Sampled now and then: while the run wants a core, only its CPU time counts; while it
-    sleeps, or waits for something else, all of the time does. So a busy machine makes
-    no run too slow, and a run that hangs ends all the same.
+    While the run wants a core, only its CPU time counts; while it sleeps, or waits for something
+    else, all of the time counts. So a busy machine makes no run too slow, and a run that hangs
+    ends anyway.
 
-    Waiting for a disk counts as wanting a core for a while only: a process whose child has not
-    started its program yet (vfork) looks the same, for as long as it wants.
+    Waits for a disk are not charged up to a limit: a process whose child has not started its
+    program yet (vfork) looks the same, for as long as it wants.
     """
 
     def __init__(self, now_s: float, cpu_s: float, *, disk_s: float) -> None:
         """Start.
 
         Args:
-            now_s: seconds of a monotonic clock.
-            cpu_s: processor seconds that the run has used so far.
-            disk_s: for how long it may wait for a disk.
+            now_s: Seconds of a monotonic clock.
+            cpu_s: Processor seconds that the run has used so far.
+            disk_s: Longest wait for a disk that is not charged.
         """
         self.began_s = now_s
         self.seconds = 0.0
@@ -29,10 +29,10 @@ class OwnTime:
         """Add the time since the last call.
 
         Args:
-            now_s: seconds of the same clock.
-            cpu_s: processor seconds that the run has used so far.
-            wants_core: whether some of it would run if it were given a core.
-            waits_for_disk: whether something of it seems to wait for a disk.
+            now_s: Seconds of the same clock.
+            cpu_s: Processor seconds that the run has used so far.
+            wants_core: True if a thread of it runs, or waits for a core.
+            waits_for_disk: True if a thread of it seems to wait for a disk.
         """
         elapsed = max(0.0, now_s - self._now_s)
         used = min(elapsed, max(0.0, cpu_s - self._cpu_s))

@@ -1,8 +1,8 @@
 """Requests of OpenAI's chat and text completion API, as far as they are honoured.
 
-What would change the distribution that is trained is the run's, not the client's: temperature,
-top_p and their like are read and not used. A call of a tool that is ``required`` is not forced: it
-is the policy's choice, and an agent whose model may fail to make one goes on from there.
+Temperature, top_p and their like are read and ignored: the run chooses the distribution that it
+trains, not the client. A tool call that is ``required`` is not forced: it is the policy's choice,
+and an agent must handle a reply without one.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from typing_extensions import override
 from slipstream.wire.messages.trajectory import Json
 
 MAX_REQUEST_BYTES = 32 << 20
-_MAX_STOPS = 4  # as OpenAI allows
+_MAX_STOPS = 4  # OpenAI's limit
 Stop = str | list[str] | None
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class BadRequestError(ValueError):
-    """A request that cannot be answered, and which of its fields is why."""
+    """A request cannot be answered; ``param`` is the field at fault."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class BadRequestError(ValueError):
 
 
 class _Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
     model: str = ""
     n: int | None = None
@@ -46,14 +46,14 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts_usage(self) -> bool:
-        """True if a stream is to end with its numbers of tokens."""
+        """True if a stream should end with its token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     def check(self) -> None:
-        """Refuse what is not honoured and would be missed.
+        """Refuse fields that change a client's result and are not honoured.
 
         Raises:
-            BadRequestError: naming the field.
+            BadRequestError: such a field is set; the error names it.
         """
         if self.n not in {None, 1}:
             raise BadRequestError(f"n is {self.n}: a call has one reply here", "n")
@@ -74,20 +74,20 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer is to have those of its tokens."""
+        """True if the answer should have logprobs of its tokens."""
         return bool(self.logprobs)
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the reply, at most; None is as many as the run allows."""
+        """Most tokens of the reply; None is as many as the run allows."""
         return self.max_completion_tokens or self.max_tokens
 
     @override
     def check(self) -> None:
-        """Refuse what is not honoured and would be missed.
+        """Refuse fields that change a client's result and are not honoured.
 
         Raises:
-            BadRequestError: naming the field.
+            BadRequestError: such a field is set; the error names it.
         """
         super().check()
         if not self.messages:
@@ -118,15 +118,15 @@ class TextRequest(_Completion, frozen=True, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer is to have those of its tokens."""
+        """True if the answer should have logprobs of its tokens."""
         return self.logprobs is not None
 
     @override
     def check(self) -> None:
-        """Refuse what is not honoured and would be missed.
+        """Refuse fields that change a client's result and are not honoured.
 
         Raises:
-            BadRequestError: naming the field.
+            BadRequestError: such a field is set; the error names it.
         """
         super().check()
         if not self.prompt:
@@ -141,28 +141,28 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     """Return a message as templates take it: content is text, arguments are objects.
 
     Raises:
-        BadRequestError: it is no message of text.
+        BadRequestError: the message is not text.
     """
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRequestError(f"a message has the role {role!r}", "messages")
-    found: dict[str, Json] = {"role": "system" if role == "developer" else role}
-    found["content"] = content_text(message.get("content"))
+    normal: dict[str, Json] = {"role": "system" if role == "developer" else role}
+    normal["content"] = content_text(message.get("content"))
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
             raise BadRequestError("tool_calls of a message is no list", "messages")
-        found["tool_calls"] = [_call(call) for call in calls]
+        normal["tool_calls"] = [_call(call) for call in calls]
     for name in ("tool_call_id", "name", "reasoning_content"):
         if (value := message.get(name)) and isinstance(value, str):
-            found[name] = value
-    return found
+            normal[name] = value
+    return normal
 
 
 def content_text(content: Json) -> str:
     """Return the content of a message as text.
 
     Raises:
-        BadRequestError: it is none.
+        BadRequestError: the content is not text.
     """
     match content:
         case None:
@@ -170,7 +170,7 @@ def content_text(content: Json) -> str:
         case str():
             return content
         case list():
-            parts = [one.get("text") if isinstance(one, dict) else None for one in content]
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
             texts = [part for part in parts if isinstance(part, str)]
             if len(texts) == len(content):
                 return "".join(texts)

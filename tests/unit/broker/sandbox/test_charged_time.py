@@ -1,6 +1,6 @@
 """What counts as a run's own time."""
 
-from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.broker.sandbox.charged_time import ChargedTime
 
 
 def own_s(*samples: tuple[float, float, bool], disk: bool = False) -> float:
@@ -8,7 +8,7 @@ def own_s(*samples: tuple[float, float, bool], disk: bool = False) -> float:
 
     With ``disk``, two seconds of waiting for one are free.
     """
-    clock = OwnTime(100.0, 5.0, disk_s=2.0)
+    clock = ChargedTime(100.0, 5.0, disk_s=2.0)
     for now_s, cpu_s, wants_core in samples:
         clock.tick(100.0 + now_s, 5.0 + cpu_s, wants_core=wants_core, waits_for_disk=disk)
     return round(clock.seconds, 9)

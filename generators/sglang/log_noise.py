@@ -14,7 +14,7 @@ LEFT_OUT_VARIABLE = "SLIPSTREAM_LEFT_OUT"  # file for the counts of a server's p
 LEFT_OUT_FILE = "left-out.txt"
 
 
-class Harmless(NamedTuple):
+class KnownWarning(NamedTuple):
     """A warning that every healthy start prints."""
 
     name: str  # one word, for the count
@@ -23,12 +23,12 @@ class Harmless(NamedTuple):
 
 
 KNOWN = (
-    Harmless("awq", "quantization/awq/awq.py", "Only CUDA, HIP and XPU support AWQ"),
-    Harmless("gguf", "quantization/gguf.py", "Only CUDA, MUSA and NPU support GGUF"),
-    Harmless("triton", "attention/fla/utils.py", "Triton is not supported on current platform"),
+    KnownWarning("awq", "quantization/awq/awq.py", "Only CUDA, HIP and XPU support AWQ"),
+    KnownWarning("gguf", "quantization/gguf.py", "Only CUDA, MUSA and NPU support GGUF"),
+    KnownWarning("triton", "attention/fla/utils.py", "Triton is not supported on current platform"),
     # SGLang imports Megatron if it is installed, but does not compute with it.
-    Harmless("megatron", ".py", "Transformer Engine and Apex are not installed"),
-    Harmless("orjson", "fastapi/routing.py", "ORJSONResponse is deprecated"),
+    KnownWarning("megatron", ".py", "Transformer Engine and Apex are not installed"),
+    KnownWarning("orjson", "fastapi/routing.py", "ORJSONResponse is deprecated"),
 )
 
 
@@ -84,7 +84,7 @@ def told(found: Counter[str]) -> str:
     each = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
     return (
         f"[slipstream] {found.total()} known warnings of libraries are left out here ({each}): "
-        "KNOWN in generators/sglang/harmless.py names them\n"
+        "KNOWN in generators/sglang/log_noise.py names them\n"
     )
 
 

@@ -1,6 +1,6 @@
 """The process of one trajectory: its environment, or an agent with a client of its own.
 
-It stays until it is killed, so that whatever it has started can be found below it.
+It stays until it is killed, so that all it has started can be found below it.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.sandbox.frames import Unframer, frame_of
+from slipstream.broker.sandbox.frames import Link, frame_of
 from slipstream.generators.environments.loading import LoadedEnvironment
 from slipstream.generators.environments.messages import (
     MAX_OBSERVATION_BYTES,
-    Begin,
+    BeginTrajectory,
     Connected,
     Fork,
     FromEnvironment,
@@ -38,56 +38,52 @@ from slipstream.generators.environments.sdk import (
 from slipstream.wire.messages.bounds import shortened, why_no_reward
 from slipstream.wire.messages.trajectory import MAX_PART_NAME, ChatMessage, Json
 
-_READ_BYTES = 1 << 16
 
-
-def connected(order: Fork) -> socket.socket:
-    """Return a connection to the generator, to which the ticket is sent at once."""
+def connected(order: Fork) -> Link[ToEnvironment]:
+    """Return a connection to the generator, after the ticket was sent."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(order.address)
     connection.sendall(frame_of(Connected(ticket=order.ticket)))
     connection.setblocking(False)
-    return connection
+    return Link(connection, to_environment)
 
 
-def act(environment: LoadedEnvironment, connection: socket.socket) -> None:
+def act(environment: LoadedEnvironment, link: Link[ToEnvironment]) -> None:
     """Serve one trajectory, then wait for the end."""
-    asyncio.run(_Acting(environment, connection).serve())
+    asyncio.run(_Trajectory(environment, link).serve())
 
 
-class _Acting:
-    def __init__(self, environment: LoadedEnvironment, connection: socket.socket) -> None:
+class _Trajectory:
+    def __init__(self, environment: LoadedEnvironment, link: Link[ToEnvironment]) -> None:
         self._loaded = environment
-        self._connection = connection
-        self._frames = Unframer()
-        self._bodies: list[bytes] = []
+        self._link = link
 
     async def serve(self) -> None:
         made: Environment | None = None
         try:
-            begin = await self._receive()
-            if isinstance(begin, Begin) and self._loaded.rollout is not None:
+            begin = await self._link.received()
+            if isinstance(begin, BeginTrajectory) and self._loaded.rollout is not None:
                 await self._send(await _driven(self._loaded.rollout, begin))
-            elif isinstance(begin, Begin) and self._loaded.make is not None:
+            elif isinstance(begin, BeginTrajectory) and self._loaded.make is not None:
                 made = self._loaded.make()
                 await self._turns(made, begin)
         except Unavailable as error:
             await self._send(Unable(reason=shortened(str(error)) or "Unavailable"))
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             await self._send(Unable(reason=f"{type(error).__name__}: {error}"[:2_000]))
-        while await self._receive() is not None:
-            pass  # it is over; the generator hangs up and kills
+        while await self._link.received() is not None:
+            pass  # the trajectory is over; the generator hangs up and kills this process
         if made is not None:
             with suppress(Exception):
                 await made.close()
 
-    async def _turns(self, environment: Environment, begin: Begin) -> None:
+    async def _turns(self, environment: Environment, begin: BeginTrajectory) -> None:
         first = messages_of(await environment.reset(begin.prompt))
         tools = tuple(schema_of(tool) for tool in environment.tools)
         await self._send(Turned(messages=first, tools=tools))
-        while isinstance(replied := await self._receive(), Replied):
-            found = await environment.step(reply_of(replied))
-            step = found if isinstance(found, Step) else Step(messages=found)
+        while isinstance(replied := await self._link.received(), Replied):
+            result = await environment.step(reply_of(replied))
+            step = result if isinstance(result, Step) else Step(messages=result)
             turned = Turned(
                 messages=messages_of(step.messages),
                 reward=_reward(step.reward, "reward"),
@@ -107,71 +103,62 @@ class _Acting:
                     f"{MAX_OBSERVATION_BYTES} in a turn"
                 )
             )
-        await asyncio.get_running_loop().sock_sendall(self._connection, frame)
-
-    async def _receive(self) -> ToEnvironment | None:
-        loop = asyncio.get_running_loop()
-        while not self._bodies:
-            data = await loop.sock_recv(self._connection, _READ_BYTES)
-            if not data:
-                return None
-            self._bodies += self._frames.feed(data)
-        return to_environment.decode(self._bodies.pop(0))
+        await asyncio.get_running_loop().sock_sendall(self._link.connection, frame)
 
 
-async def _driven(rollout: Any, begin: Begin) -> Turned:  # noqa: ANN401 foreign
-    import openai  # for such functions alone
+async def _driven(rollout: Any, begin: BeginTrajectory) -> Turned:  # noqa: ANN401 foreign
+    import openai  # only functions that drive themselves need it
 
     client = openai.AsyncOpenAI(
         base_url=begin.url,
         api_key=begin.api_key,
         max_retries=0,
-        timeout=None,  # environment.timeout_s is for the whole trajectory
-        # Within this host: past proxies, and without TLS, whose certificates take long to load.
+        timeout=None,  # environment.timeout_s limits the whole trajectory
+        # Within this host: no proxies, and no TLS, whose certificates take long to load.
         http_client=openai.DefaultAsyncHttpxClient(verify=False, trust_env=False),
     )
     try:
-        found = await rollout(client, begin.prompt)
+        result = await rollout(client, begin.prompt)
     finally:
         await client.close()
-    if isinstance(found, Mapping):
-        given = dict(found)
+    if isinstance(result, Mapping):
+        parts = dict(result)
         return Turned(
             messages=(),
-            reward=_reward(given.pop("score", None), "score"),
-            turn_rewards=_numbers(given.pop("turn_rewards", None), "turn_rewards"),
+            reward=_reward(parts.pop("score", None), "score"),
+            turn_rewards=_numbers(parts.pop("turn_rewards", None), "turn_rewards"),
             done=True,
-            parts=_parts(given),
+            parts=_parts(parts),
         )
-    return Turned(messages=(), reward=_reward(found, "reward"), done=True)
+    return Turned(messages=(), reward=_reward(result, "reward"), done=True)
 
 
-def _parts(given: Mapping[Any, object]) -> dict[str, float]:
-    return {str(name)[:MAX_PART_NAME]: number(one, name) or 0.0 for name, one in given.items()}
+def _parts(parts: Mapping[Any, object]) -> dict[str, float]:
+    return {str(name)[:MAX_PART_NAME]: number(part, name) or 0.0 for name, part in parts.items()}
 
 
 def number(value: object, name: str) -> float | None:
-    """Return a number that an environment gave; None is none.
+    """Return a value of an environment as a number; None stays None.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is none that is finite.
+        TypeError: the value is not a number.
+        ValueError: the number is not finite.
     """
     if value is None:
         return None
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-        found = float(value)
-        if not math.isfinite(found):
-            raise ValueError(f"{name} is {found}, expected a finite number")
-        return found
+        converted = float(value)
+        if not math.isfinite(converted):
+            raise ValueError(f"{name} is {converted}, expected a finite number")
+        return converted
     raise TypeError(f"{name} is {type(value).__name__}, expected a number")
 
 
 def _reward(value: object, name: str) -> float | None:
-    found = number(value, name)
-    if found is not None and (why := why_no_reward(found, name)):
-        raise ValueError(why)
-    return found
+    reward = number(value, name)
+    if reward is not None and (refusal := why_no_reward(reward, name)):
+        raise ValueError(refusal)
+    return reward
 
 
 def _numbers(values: object, name: str) -> tuple[float, ...] | None:
@@ -179,35 +166,35 @@ def _numbers(values: object, name: str) -> tuple[float, ...] | None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name} is {type(values).__name__}, expected a list of numbers")
-    return tuple(_reward(one, f"a number of {name}") or 0.0 for one in values)
+    return tuple(_reward(value, f"a number of {name}") or 0.0 for value in values)
 
 
-def messages_of(said: Messages) -> tuple[dict[str, Json], ...]:
-    """Return what an environment says as messages of OpenAI's API.
+def messages_of(text_or_messages: Messages) -> tuple[dict[str, Json], ...]:
+    """Return an environment's text or messages as messages of OpenAI's API.
 
     Raises:
-        TypeError: it is no text, and no message of text.
+        TypeError: a message is neither text nor a message of text.
     """
-    if isinstance(said, str):
-        return ({"role": "user", "content": said},)
-    several = [said] if isinstance(said, Mapping) else list(said)
-    found: list[dict[str, Json]] = []
-    for one in several:
-        if isinstance(one, ChatMessage):
-            found.append({"role": one.role, "content": one.content})
-        elif isinstance(one, Mapping):
-            found.append(dict(one))
+    if isinstance(text_or_messages, str):
+        return ({"role": "user", "content": text_or_messages},)
+    is_single = isinstance(text_or_messages, Mapping)
+    messages: list[dict[str, Json]] = []
+    for message in [text_or_messages] if is_single else text_or_messages:
+        if isinstance(message, ChatMessage):
+            messages.append({"role": message.role, "content": message.content})
+        elif isinstance(message, Mapping):
+            messages.append(dict(message))
         else:
-            raise TypeError(f"a message is {type(one).__name__}, expected text or a mapping")
-        content = found[-1].get("content")
+            raise TypeError(f"a message is {type(message).__name__}, expected text or a mapping")
+        content = messages[-1].get("content")
         if not isinstance(content, str | list):
             raise TypeError(f"content of a message is {type(content).__name__}, expected text")
-    msgspec.json.encode(found)  # what JSON does not have is an error here
-    return tuple(found)
+    msgspec.json.encode(messages)  # raises at values that JSON does not have
+    return tuple(messages)
 
 
 def reply_of(replied: Replied) -> Reply:
-    """Return a reply as environments get it."""
+    """Return a reply in the form for environments."""
     calls = []
     for call in replied.tool_calls:
         function = call["function"]
@@ -224,7 +211,7 @@ def reply_of(replied: Replied) -> Reply:
 
 
 def become_a_reaper() -> None:
-    """Have orphans below this process become its children, so that they are found."""
+    """Make orphans below this process its children, so that they are found."""
     import ctypes
 
     pr_set_child_subreaper = 36
