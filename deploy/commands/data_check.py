@@ -25,7 +25,7 @@ from slipstream.broker.data.sources import (
     local_eval,
     training_sources,
 )
-from slipstream.broker.reward_worker.choice import is_missing, read_rows
+from slipstream.broker.reward_worker.choice import RewardReading, is_missing, read_rows
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.preflight.check.trial import gives_all_rewards, odd_shapes
 from slipstream.deploy.terminal.console import make_console

@@ -14,8 +14,8 @@ from typing import Self
 import psutil
 import pytest
 import zmq
-from slipstream.broker.curve import prove_key
 
+from slipstream.broker.listening.curve import prove_key
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.trajectory_file import read_groups
