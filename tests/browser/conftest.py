@@ -3,6 +3,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.browser import samples
+from tests.browser.pages import SampleServer, served
+
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
@@ -22,3 +25,9 @@ def browser(chromium: "WebDriver") -> "WebDriver":
     chromium.get("about:blank")
     chromium.get_log("browser")  # type: ignore[no-untyped-call]
     return chromium
+
+
+@pytest.fixture
+def server() -> Iterator[SampleServer]:
+    with served(samples.Run(steps=60, rows=200, hostile=True)) as server:
+        yield server
