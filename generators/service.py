@@ -56,10 +56,8 @@ async def serve(
 
     ``place`` is node 0 of an engine on several hosts.
     """
-    stop = stop_event()
-    health = health or Health()
+    stop, health = stop_event(), health or Health()
     health.drains_when(stop.is_set)
-    codec = TextCodec(settings.model, settings.sampling)
     tensors = _tensors(settings)
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
@@ -76,7 +74,7 @@ async def serve(
             return
         process, engine = started
         rewards = await _inline_rewards(settings, cleanup)
-        sampler = make_sampler(settings, engine, codec)
+        sampler = make_sampler(settings, engine, TextCodec(settings.model, settings.sampling))
         turn_sampler = await _turn_sampler(settings, sampler, cleanup)
         health.waits_for(f"the broker at {settings.run.broker_endpoint}")
         connected = await _connected(settings, name, stopping, watch_all(process, leader))
@@ -98,9 +96,10 @@ async def serve(
             audit=audit,
         )
         subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
-        counters = subscriber.traffic.as_counters
         jobs = (
-            worker.run(heartbeat_s=welcome.heartbeat_s, more_counters=counters),
+            worker.run(
+                heartbeat_s=welcome.heartbeat_s, more_counters=subscriber.traffic.as_counters
+            ),
             take_weights(subscriber, settings.run, client),
             watch_all(process, leader),
             audit.run(),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, plan_generator, plan_roles
 from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_dead
-from slipstream.deploy.launch.session import RunView, run_in_folder
+from slipstream.deploy.launch.session import SessionView, run_in_folder
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.gpus import usable_gpus
@@ -23,7 +23,7 @@ _POLL_S = 0.2
 _RELAY_END_S = 10.0  # limit without a sign of life
 
 
-def run_locally(config: RunConfig, view: RunView) -> int:
+def run_locally(config: RunConfig, view: SessionView) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
     return run_in_folder(config.run, lambda: LocalSite(config), view)
 

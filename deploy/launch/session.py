@@ -122,7 +122,7 @@ class RunSite(Protocol):
         """End what outlives the roles, and clean up."""
 
 
-class RunView(Protocol):
+class SessionView(Protocol):
     """A picture of the run for its user."""
 
     @property
@@ -140,7 +140,7 @@ class RunSession:
     """One run, from its first process to its outcome."""
 
     def __init__(
-        self, site: RunSite, view: RunView, signals: Signals, watcher: StatusWatcher
+        self, site: RunSite, view: SessionView, signals: Signals, watcher: StatusWatcher
     ) -> None:
         self._config = config = site.config
         self._site = site
@@ -360,7 +360,7 @@ class RunSession:
 def run_in_folder(
     run: RunSection,
     make_site: Callable[[], RunSite],
-    view: RunView,
+    view: SessionView,
     watcher: StatusWatcher | None = None,
 ) -> int:
     """Run to the end in the run's folder, locked meanwhile; return the exit code.
@@ -396,7 +396,9 @@ def missing_upload(checkpoint: Path) -> str:
     return f"{checkpoint.name} is not in {state.url} (checkpoint.upload){why}"
 
 
-def finish(run: RunSection, newest: RunStatus | None, outcome: RunOutcome, view: RunView) -> None:
+def finish(
+    run: RunSection, newest: RunStatus | None, outcome: RunOutcome, view: SessionView
+) -> None:
     """Write the run's outcome into its summary, and show it."""
     console, path = view.console, run.summary_file
     line = str(outcome).splitlines()[0]

@@ -66,7 +66,7 @@ class Deltas:
         self._versions = versions
         self._most_steps = settings.delta_versions
         self._most_bytes = settings.delta_bytes
-        self._wait_s = settings.timeout_s / 2  # for a step that is being computed
+        self._wait_s = settings.timeout_s / 2  # limit of the wait for a step under computation
         self._holds = holds
         self._left = 0  # versions to encode unless an agent asks again
         self._steps: deque[_Step] = deque()

@@ -46,7 +46,7 @@ class HostProgram:
         *,
         environment: Mapping[str, str] | None = None,  # added to this process's
         folder: Path | None = None,  # working folder; None for this process's
-        progress: Callable[[str], None] = lambda _what: None,  # told what the program is doing
+        progress: Callable[[str], None] = lambda _what: None,  # called with what the program does
     ) -> None:
         """Start the program of a module."""
         self._progress = progress

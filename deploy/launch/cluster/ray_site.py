@@ -27,7 +27,7 @@ from slipstream.deploy.launch.cluster.ray_calls import HostCallError, result_of
 from slipstream.deploy.launch.cluster.ray_process import PlacedHost, RayProcess
 from slipstream.deploy.launch.cluster.role_host import PYTHON, SETTINGS, HostFacts, StartRole
 from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_generator, plan_roles
-from slipstream.deploy.launch.session import RunView, run_in_folder
+from slipstream.deploy.launch.session import SessionView, run_in_folder
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.files.keys import ClientKey, write_client_key
 from slipstream.wire.files.run_folder import SETTINGS as SETTINGS_FILE
@@ -39,7 +39,7 @@ _LOG_EVERY_S = 10.0
 _OBSERVER = "run-observer"
 
 
-def run_on_ray(config: RunConfig, view: RunView) -> int:
+def run_on_ray(config: RunConfig, view: SessionView) -> int:
     """Run to the end on a Ray cluster; returns the exit code.
 
     Raises:

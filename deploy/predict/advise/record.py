@@ -94,10 +94,8 @@ def record_of_state(table: Table, state: StoredState) -> Record:
     status, run = state.status, section(table, "run", RunSection)
     generators = section(table, "generators", GeneratorsSection)
     if section(table, "environment", EnvironmentSection).is_named:
-        raise ConfigError(
-            f"{status.run_name} has an environment (environment.function): what environments take "
-            "is not simulated"
-        )
+        text = "has an environment (environment.function): what environments take is not simulated"
+        raise ConfigError(f"{status.run_name} {text}")
     roles = _generators(status.roles, is_over=status.outcome != "running")
     if not (paces := [role.pace for role in roles if role.pace is not None]):
         raise ConfigError(

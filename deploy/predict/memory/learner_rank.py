@@ -183,9 +183,8 @@ def _stage(
     frozen: Sequence[HfConfig],
     has_critic: bool,
 ) -> list[MemoryPart]:
-    learner = settings.learner
+    learner, what = settings.learner, "N"
     own = trained = rank_parameters(hf, learner, stage)
-    what = "N"
     if settings.lora.is_on:
         trained = adapter_parameters(hf, learner, settings.lora.facts(), stage)
         what = "N_a"
