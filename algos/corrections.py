@@ -179,7 +179,7 @@ class RejectionOptions(Options, frozen=True, kw_only=True):
 
     measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary-kl"] = "ratio"
     """The ratio proximal / behavior; an estimate of KL(behavior || proximal) in nats (k1 to k3);
-    how far the probability moved (tv), or its KL as of two coins (binary-kl)."""
+    how far the probability moved (tv), or the KL of this token against all others (binary-kl)."""
     level: Literal["token", "sequence", "geometric", "sequence-mean", "sequence-max"] = "token"
     """Each token's measure; or of a sequence the product of ratios and the sum of other measures
     (sequence), the geometric mean of ratios, the mean, or the maximum."""
@@ -240,7 +240,7 @@ class VetoOptions(Options, frozen=True, kw_only=True):
 
 @correction("veto", VetoOptions)
 def veto(inputs: CorrectionInputs, options: VetoOptions) -> Correction:
-    """Drop a sequence if any of its tokens has w < threshold: it has all but lost its support."""
+    """Drop a sequence if any of its tokens has w < threshold: q hardly writes it any more."""
     lowest = -inputs.packing.largest(-inputs.log_ratios)
     return _keeping(inputs, bounded_exp(inputs.packing.spread(lowest)) >= options.threshold)
 
@@ -417,7 +417,7 @@ def _lots(inputs: CorrectionInputs) -> Tensor:
     """Return a pseudo-random number for each token, independent of its neighbors. [T].
 
     Multiplicative hashing (Knuth, TAOCP 3, 6.4) of its place and of the behavior log-probabilities
-    of its sequence: whole numbers, added exactly, of received values, never computed here.
+    of its sequence. Both are received values, added as whole numbers, so every rank draws alike.
     """
     packing = inputs.packing
     ordinal = packing.mask.long().cumsum(0)

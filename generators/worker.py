@@ -316,7 +316,7 @@ class GeneratorWorker:
                 booking.leave(len(siblings))
                 failed.append(error)
                 return
-            if self._audit is not None:  # waiting answers keep their lanes, which bounds them
+            if self._audit is not None:  # answers keep their lanes while they wait, so few can wait
                 await self._audit.until_proven(newest_version(submissions))
             booking.leave(len(siblings))  # scoring and sending take no lane
             await asyncio.gather(*map(score_and_send, submissions))

@@ -32,7 +32,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="e", tag=str.lo
 
 
 class Issued(Event, frozen=True):
-    """A prompt became an item; it is ``leased`` in the same breath."""
+    """A prompt became an item; ``Leased`` follows at once."""
 
     group_id: int
     item: ItemKind
@@ -62,7 +62,7 @@ LeaseEnd = Literal[
     "orphaned",  # its work was of weights that a take-over abandoned
 ]
 FAULTS: tuple[LeaseEnd, ...] = ("lapsed", "restarted", "failed")  # count as an attempt
-STRANDINGS_PER_ATTEMPT = 10  # so that a group which ends whatever runs it is not begun for ever
+STRANDINGS_PER_ATTEMPT = 10  # else a group that ends whatever runs it would be retried for ever
 DEATHS: tuple[LeaseEnd, ...] = ("lapsed", "restarted")
 
 
@@ -150,7 +150,7 @@ class Requeued(Event, frozen=True):
 
 
 class Retried(Event, frozen=True):
-    """The prompt of a dead letter is issued again."""
+    """The prompt of a dead letter (a group dropped unanswered or unscored) is issued again."""
 
     group_id: int
     of: int  # the group that was dropped

@@ -10,7 +10,7 @@ from slipstream.wire.messages.trajectory import ItemKind, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 
 _MOST_LAPSED = 64  # a generator whose lanes fit none of them gets other work
-_STILL_S = 10.0  # without a grant, an answer or a reward, until groups are begun to spare
+_STILL_S = 10.0  # seconds without a grant, answer or reward before spare groups begin
 
 
 class Issuing:
@@ -32,7 +32,7 @@ class Issuing:
     def permits(self, adopted: PolicyVersion, spare: int = 0) -> int:
         """Return the number of groups that a generator running ``adopted`` may still start.
 
-        ``spare`` are groups that the run needs only where others do not come.
+        ``spare`` is the number of groups that replace others which may never finish.
         """
         allowed, controller = self._allowed(adopted, spare), self._book.controller
         if controller is None or not allowed:
@@ -49,9 +49,9 @@ class Issuing:
         )
 
     def spares(self, adopted: PolicyVersion, now_s: float) -> int:
-        """Return how many groups may start in the place of those that the last steps wait for.
+        """Return how many spare groups may start for those that the last steps wait for.
 
-        All that these steps need are under way then, and nothing has come for a while.
+        It is 0 unless all groups of these steps have begun and nothing has arrived for a while.
         """
         index, state = self._book.index, self._book.state
         seen = (state.next_group_id, index.num_generated, index.num_scored)

@@ -283,7 +283,7 @@ class Training:
         return for_checkpoint(self._book.state)
 
     def _holds(self, *steps: int) -> None:
-        """Record which batches the learner has in hand, for a broker that follows this one, too."""
+        """Record which batches the learner holds; the next broker of the run reads it too."""
         held = tuple(dict.fromkeys(steps))
         if held != self._book.state.in_hand:
             self._decisions.record(BatchesHeld(steps=held))

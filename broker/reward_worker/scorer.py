@@ -71,7 +71,7 @@ class Scorer:
         self._poll_s = poll_s
         self._held: dict[int, None] = {}  # leases whose score is not sent yet
         self._scoring: set[asyncio.Task[None]] = set()
-        # No more than are held; with the leases of its siblings that are given back after it.
+        # A score, and leases of siblings that are given back after it. As many as leases are held.
         self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
         self._sent = asyncio.Event()
         self._stop = asyncio.Event()

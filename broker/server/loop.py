@@ -65,7 +65,8 @@ MAX_WAIT_S = 30.0
 _GROUPS, _SCORING, _BATCHES = range(3)  # kinds of waiting requests, in the order of their grants
 _SHARE = 1 / 4  # share of the descriptors for either socket
 MAX_JOBS = 64  # requests of one client that wait for payloads at a time
-_PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
+# Answers that need not wait for the store.
+_PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)
 _MAX_ID_BYTES = 64
 _ENVELOPE = 2  # frames: the request id and the session
 _OLD_REVISION = Refusal(  # before revision 4 a message had no session

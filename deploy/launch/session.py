@@ -166,7 +166,7 @@ class RunSession:
 
     def run(self) -> RunOutcome:
         """Run to the end; show and return the outcome."""
-        # until it is known: the learner saves then
+        # outcome if run() itself fails; the learner saves then
         outcome = RunOutcome("failed", "by a fault of this program", EXIT_FAILED)
         try:
             with self._signals.raising():

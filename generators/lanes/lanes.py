@@ -64,8 +64,8 @@ class Lanes:
     def free(self) -> int:
         """Lanes that are not booked; negative if the limit fell below the booked number.
 
-        Trajectories outside of the engine leave theirs to others: as many as on average, since
-        many may be between two replies at one moment.
+        Lanes of trajectories that run outside of the engine count as free, up to their average
+        number: at one moment many may be between two replies.
         """
         return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
 

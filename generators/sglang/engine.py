@@ -255,7 +255,7 @@ class SglangEngine:
     async def load(self) -> EngineLoad:
         """Return the server's load at its last batch; the server answers while paused.
 
-        ``queues.retracted`` counts since the server's start, thanks to ``patches``.
+        ``queues.retracted`` counts since the server's start, by a patch (``sglang/patches.py``).
         """
         answer = await self._request("GET", _LOADS, None, self._control_timeout)
         try:
@@ -349,7 +349,7 @@ class SglangEngine:
 
         The folder needs no config.json, and with one file no index; the file may be a link to
         memory. Without a digest nothing is compared; if the checksums have another one, the server
-        stays paused. With ``patches`` SGLang reports a failed load instead of ending.
+        stays paused. Patched (``sglang/patches.py``), SGLang reports a failed load and continues.
 
         Raises:
             EngineError: a step failed; the server may hold a mixture, and is paused then.

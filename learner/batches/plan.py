@@ -31,7 +31,7 @@ _OVERHEAD = 0.02  # time of a microbatch besides its FLOPs, as a share of a mean
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """One optimizer update: microbatches of trajectory indices, by data-parallel rank."""
+    """One optimizer update: microbatches of trajectory indices, by data-parallel replica."""
 
     microbatches: tuple[tuple[Indices, ...], ...]  # [replica][microbatch]
 
@@ -54,8 +54,8 @@ def plan_step(
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
-    ``num_tokens`` are positive, and as sequences are packed: aligned, where they must be. Replicas
-    are balanced by ``flops``; microbatches are bounded by tokens. No trajectory is split: context
+    ``num_tokens`` are positive, and include the alignment of packed sequences. Replicas are
+    balanced by ``flops``; microbatches are bounded by tokens. No trajectory is split: context
     parallelism does that within a replica. A trajectory longer than ``max_tokens`` has a
     microbatch to itself. Equal arguments give equal plans.
 
@@ -69,8 +69,8 @@ def plan_step(
     Microbatches of a replica are ordered by FLOPs: the smallest first and last, the largest in
     the middle. While a pipeline of ``stages`` stages fills, its later stages wait for the first
     microbatches; while it drains, its earlier stages wait for the last. Small ones make both waits
-    short. Microbatches of equal rank by FLOPs have equal places, so coupled replicas train similar
-    ones at a time: in every layer of experts all replicas wait for the largest.
+    short. The n-th largest microbatch has the same place in every replica, so coupled replicas
+    train similar ones at a time: in every layer of experts all replicas wait for the largest.
 
     A batch too small for ``minibatches``, as the last of a run may be, is split into fewer, so
     every replica has a part of each.

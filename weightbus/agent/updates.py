@@ -57,8 +57,8 @@ class OtherHosts(Protocol):
     ) -> int:
         """Order each host to fetch a version into its memory; return the bytes that they fetched.
 
-        Raises PublishError. With ``may_be_read`` the ranks there may still load an earlier
-        version: then the next one gets other memory.
+        Raises PublishError. With ``may_be_read``, ranks may still load the previous version
+        from its memory, so this one is fetched into other memory.
         """
         ...
 

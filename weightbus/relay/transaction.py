@@ -1,4 +1,4 @@
-"""One publish to some members: offer -> transfer -> verify -> commit -> adopt.
+"""One publish to some members: offer, then receive and adopt, or pause, load, verify and commit.
 
 A member that fails is left out; the others continue. One that may hold a mixture stays paused; its
 next transaction brings it a whole version.
@@ -107,7 +107,7 @@ class Transaction:
         names = {
             Phase.OFFER: "offer",
             Phase.PREPARE: self._transport.prepare_phase,
-            Phase.ADOPT: "order",  # the rest of it, besides the phases that agents report
+            Phase.ADOPT: "order",  # what remains of it after the phases that agents report
             Phase.PREPARE_AGAIN: "pause",
             Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",
@@ -199,7 +199,7 @@ class Transaction:
             self._digests[member.name] = digest
 
     async def _abandon(self) -> None:
-        """Release members that were left out: the relay's end first. Torn engines stay paused."""
+        """Close the relay's side, then release left-out members; torn engines stay paused."""
         failed = self._state.failed
         if not failed:
             return

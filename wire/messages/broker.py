@@ -84,7 +84,7 @@ class RoleReport(Message, frozen=True):
     counters: ByName[Figure]  # monotonic counts, e.g. tokens
     adopted: PolicyVersion | None = None
     gauges: ByName[Figure] = {}  # readings of now, e.g. kv_use
-    rewritten: Text = ""  # first difference of the newest history that began a branch
+    rewritten: Text = ""  # newest rewrite of a history: where it first differs
 
 
 class Done(Message, frozen=True):
@@ -276,7 +276,7 @@ class TakeOver(Message, frozen=True):
 
     step: Count
     checkpoint: Text = ""  # checkpoint to resume from, for the record
-    held: PolicyVersion | None = None  # version of that; None: the run's first weights
+    held: PolicyVersion | None = None  # version of the checkpoint; None: the run's first weights
     run_id: Name = ""  # run of the checkpoint, from its checkpoint.json
 
 
@@ -416,7 +416,7 @@ class RelayReport(Message, frozen=True):
 
 
 class RelayHeard(Message, frozen=True):
-    """The keys that the relay may admit."""
+    """Answer to RelayReport: keys that the relay may admit."""
 
     generator_keys: ByName[Name]  # public key -> name of the key
 
