@@ -64,7 +64,11 @@ CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
     ),
     "no model folder": ({"run.model": "/nowhere"}, nothing, r"/nowhere.*\(run\.model\)"),
     "incomplete model": ({}, remove_weights, r"safetensors.*\(run\.model\)"),
-    "vocabulary": ({}, shrink_vocabulary, r"vocab.*run\.model|run\.model.*vocab"),
+    "vocabulary": (  # learner and generator look at once: either is the first
+        {},
+        shrink_vocabulary,
+        r"vocab.*run\.model|run\.model.*vocab|must have shape \[5, 64\].*\(run\.model\)",
+    ),
     "no Redis": ({"broker.redis.url": "redis://127.0.0.1:1"}, nothing, r"broker\.redis\.url"),
     "no reward": ({"reward.function": "no_such:f"}, nothing, r"reward\.function 'no_such:f'"),
     "algorithm": ({"algo.surrogate": "ppo"}, nothing, r"algo\.surrogate = 'ppo' is not known"),

@@ -57,7 +57,7 @@ def called(
         **{f"learner.{name}": value for name, value in learner.items()},
     }
     (folder / "run.toml").write_text(toml_of(settings))
-    return command("memory", folder / "run.toml", "--measure", "--json")
+    return command("plan", folder / "run.toml", "--measure", "--json")
 
 
 def ranks_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
