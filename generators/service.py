@@ -67,9 +67,8 @@ async def serve(
             leading_engine(settings, name, place, stop, health)
         )
         health.waits_for("its engine to start")
-        started = await cleanup.enter_async_context(
-            running_engine(settings, name, stopping, leader)
-        )
+        starting = running_engine(settings, name, stopping, leader)
+        started = await cleanup.enter_async_context(starting)
         if started is None:
             return
         process, engine = started

@@ -14,7 +14,7 @@ import msgspec
 
 _log = logging.getLogger(__name__)
 
-_COMMAND = (sys.executable, "-m", "slipstream.deploy.main", "advise")
+_COMMAND = (sys.executable, "-m", "slipstream.deploy.main", "plan", "--advise")
 _RENEW_S = 60.0  # an answer that is older is computed again when it is asked for
 _LONGEST_S = 600.0
 _NICENESS = 10  # the run goes first

@@ -85,6 +85,14 @@ def outcome_of(
     return RunOutcome("refused", reason, EXIT_BAD_SETTINGS)
 
 
+def has_room(folder: Path) -> bool:
+    """True unless the disk of a folder is full."""
+    try:
+        return shutil.disk_usage(folder).free > 0
+    except OSError:  # nothing is known of it
+        return True
+
+
 class RunSite(Protocol):
     """Place of a run's processes."""
 
@@ -174,7 +182,7 @@ class RunSession:
                 outcome = RunOutcome("finished", "", 0)
         except (StopRequestedError, SlipstreamError, OSError) as error:
             folder = self._config.run.folder
-            outcome = outcome_of(error, folder, has_room=shutil.disk_usage(folder).free > 0)
+            outcome = outcome_of(error, folder, has_room=has_room(folder))
         finally:
             if outcome.code:
                 self._let_learner_save()
@@ -216,9 +224,10 @@ class RunSession:
         newest = newest_checkpoint(config.run.folder)
         step = read_checkpoint_info(newest).step if newest is not None else 0
         if step < status.steps:
-            self._console.print(
+            print_trouble(
+                self._console,
                 f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
-                f"{config.run.logs / 'learner.log'}"
+                f"{config.run.logs / 'learner.log'}",
             )
 
     def _run(self) -> None:

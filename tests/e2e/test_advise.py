@@ -19,7 +19,7 @@ def test_a_run_predicts_a_second_one_with_another_generator(tmp_path: Path):
     told = advise(record_of(first.folder))
     assert told.simulated_s == pytest.approx((told.measured_s, told.measured_s), rel=TRUSTED)
     (more,) = [one for one in told.changes if one.setting == "generators.count = 2"]
-    printed = json.loads(slipstream("advise", first.folder, "--json"))
+    printed = json.loads(slipstream("plan", "--advise", first.folder, "--json"))
     assert printed["measured_s"] == told.measured_s
     second = paced_run(tmp_path / "b", generators=2)
     assert second.wait() == 0, second.output

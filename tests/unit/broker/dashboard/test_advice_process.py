@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 
 from slipstream.broker.dashboard.advice_process import AdviceProcess, Expectation
+from slipstream.deploy.main import make_parser
 from tests.support.waiting import HANG_S
 
 PRINTS = "import sys, json; print(json.dumps(sys.argv[1:]))"
@@ -67,3 +68,10 @@ async def test_nothing_is_left_of_one_under_way():
             await asyncio.sleep(0.02)
     await one.stop()
     assert not any(child.is_running() for child in children)
+
+
+def test_the_command_is_one_that_slipstream_has(tmp_path: Path):
+    words = AdviceProcess(tmp_path)._command[3:]
+    arguments = make_parser({words[0]}).parse_args(words)
+    assert arguments.advise == tmp_path
+    assert arguments.json

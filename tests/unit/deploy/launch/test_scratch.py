@@ -5,6 +5,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_dead
 
 
@@ -36,3 +38,13 @@ def test_a_folder_whose_owner_cannot_be_seen_is_left_while_it_is_locked(tmp_path
     finally:
         shutil.rmtree(living)
         shutil.rmtree(earlier)
+
+
+def test_a_folder_of_another_boot_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its process may live on another host, whose locks are not seen here."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "slipstream-there"
+    folder.mkdir()
+    (folder / "owner").write_text("locked while it is used, on boot 5ca1ab1e")
+    remove_folders_of_the_dead()
+    assert folder.is_dir()

@@ -16,7 +16,13 @@ from rich.console import Console
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.deploy.launch.session import RunOutcome, missing_upload, outcome_of, run_in_folder
+from slipstream.deploy.launch.session import (
+    RunOutcome,
+    has_room,
+    missing_upload,
+    outcome_of,
+    run_in_folder,
+)
 from slipstream.deploy.launch.signals import StopRequestedError
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
@@ -205,3 +211,8 @@ def test_a_fault_of_the_program_is_not_taken_for_a_full_disk():
     with pytest.raises(OSError, match="odd"):
         outcome_of(OSError(errno.EBADF, "odd"), Path("f"), has_room=True)
     assert str(RunOutcome("finished", "", 0)) == "finished"
+
+
+def test_a_folder_that_is_gone_hides_no_other_trouble(tmp_path: Path):
+    assert has_room(tmp_path)
+    assert has_room(tmp_path / "gone")
