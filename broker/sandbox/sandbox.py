@@ -335,7 +335,7 @@ class StartedRun:
                 f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
             )
         if "error" in report or "started" not in report:
-            raise SandboxUnavailableError(explained(shown))
+            raise explained(shown)
         own = self._own or ChargedTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
             raise SandboxUnavailableError(

@@ -1,6 +1,5 @@
 """The calls of one trajectory: which tokens a request means, and what became of them."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -121,7 +120,6 @@ class TrajectoryCalls:
         self._on_reply = on_reply
         self.conversation = conversation
         self._kept: list[RecordedReply] = []
-        self.in_flight: set[asyncio.Task[object]] = set()
         self.num_abandoned = 0  # replies that did not reach their client
         self.reached_limit = False  # a client was refused for it
         self.engine_error: EngineError | None = None  # the last error that a client got

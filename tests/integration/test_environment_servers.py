@@ -21,7 +21,7 @@ from slipstream.generators.environments.host import (
     EnvironmentLostError,
 )
 from slipstream.generators.environments.remote.link import EnvironmentServers, _Server
-from slipstream.generators.environments.remote.messages import identity_of
+from slipstream.generators.environments.remote.messages import REVISION, identity_of
 from slipstream.generators.environments.remote.proxy import PolicyProxy
 from slipstream.generators.environments.remote.server import EnvironmentServer
 from slipstream.generators.environments.rollout import TrajectoryOutcome, run_trajectory
@@ -240,6 +240,15 @@ async def test_a_server_with_other_options_is_refused():
             await asyncio.sleep(0.2)
             assert not waiting.done(), "it is not used"
             await given_up(waiting)
+
+
+async def test_a_server_of_another_revision_is_refused_with_both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(f"{EnvironmentServer.__module__}.REVISION", REVISION - 1)
+    reason = f"it speaks revision {REVISION - 1} of the protocol, expected {REVISION}: install"
+    async with serving("Guess") as other:
+        with pytest.raises(ConfigError, match=reason):
+            async with linked(other):
+                pass
 
 
 def test_an_environment_is_the_same_wherever_its_file_lies():

@@ -132,15 +132,18 @@ exec ray job submit -- python3 -m verl.trainer.main_ppo "basename=$(basename "$0
 
 def test_other_commands_and_the_end_are_remarks(tmp_path: Path):
     path = tmp_path / "run grpo.sh"
-    text = f"N=$(python3 -c 'print(1)')\n{VERL} a=$N b=1\n{VERL} b=2\nnvidia-smi"
+    text = f"N=$(python3 -c 'print(1)')\n{VERL} a=$N b=1 c=$C/d\n{VERL} b=2\nnvidia-smi"
     given = settings_of(path, ran(tmp_path, text))
-    assert given.values == {"a": "", "b": 1}
-    assert [remark.removeprefix(str(path)) for remark in given.remarks][:2] == [
+    assert given.values == {"a": "", "b": 1, "c": "/d"}
+    assert [remark.removeprefix(str(path)) for remark in given.remarks][:4] == [
         ": python3 -c 'print(1)' was recorded, not run, and printed nothing",
         " starts verl 2 times: the first one is translated",
+        " expands names that neither it nor --var NAME=VALUE sets, and that have no value of "
+        "yours: C",
+        ": computed in the sandbox, so look at what they gave: $(python3 -c 'print(1)')",
     ]
-    assert "ended with exit code 127 and printed last" in given.remarks[2]
-    assert given.remarks[2].endswith("nvidia-smi: command not found")
+    assert "ended with exit code 127 and printed last" in given.remarks[4]
+    assert given.remarks[4].endswith("nvidia-smi: command not found")
 
 
 def test_a_command_that_was_not_caught_is_named(tmp_path: Path):
@@ -198,6 +201,20 @@ touch inside /tmp/inside && {VERL} seen=$(cat {kept})
     assert ran(tmp_path, text, HOME=str(tmp_path)).commands == [[*VERL.split(), "seen="]]
     assert kept.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "run grpo.sh"]
+
+
+@pytest.mark.parametrize("name", ["main.py", "script", "-x.sh"])
+def test_a_script_may_have_any_name(tmp_path: Path, name: str):
+    path = tmp_path / name
+    path.write_text(f'{VERL} "a=$0" b=$(ls)')
+    assert run_script(path, {}, ROOMY).commands == [[*VERL.split(), f"a={name}", f"b={name}"]]
+
+
+def test_a_script_may_empty_folders(tmp_path: Path):
+    text = f"touch .x y; rm -rf /tmp/* ./* .x; {VERL} a=1"
+    assert ran(tmp_path, text).commands == [[*VERL.split(), "a=1"]]
+    emptied = ran(tmp_path, f"{VERL} a=1; rm -rf /box/*/*; rm -rf /box/*; /bin/false")
+    assert (emptied.commands, emptied.code) == ([], 1)
 
 
 def test_the_network_is_not_reached(tmp_path: Path):
@@ -259,4 +276,5 @@ def test_without_a_sandbox_no_script_is_run(tmp_path: Path):
     assert "x.sh is not run: --run needs a sandbox, which does not start here" in done.stderr
     assert "give the command's words after --, or the YAML file" in done.stderr
     assert "not allowed" in done.stderr
+    assert "reward.sandbox" not in done.stderr
     assert not (tmp_path / "made").exists()

@@ -13,6 +13,7 @@ of a run, under way or ended, and plays it in virtual time with one change at a 
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.deploy.commands.options import (
@@ -24,6 +25,7 @@ from slipstream.deploy.commands.options import (
 )
 from slipstream.deploy.commands.plan import advice, memory, publish, sizing
 from slipstream.deploy.predict.size.options import add_hardware, add_model
+from slipstream.wire.errors import ConfigError
 
 EXAMPLES = """examples:
   slipstream plan run.toml                                 on the GPUs that the file names
@@ -36,6 +38,19 @@ EXAMPLES = """examples:
   slipstream plan --publish --version-gb 3.2 --learner-hosts 1 --engine-hosts 4 --nic-gb-s 0.125
   slipstream plan --advise                                 the newest run
 """
+_SETTINGS = frozenset({"config", "overrides"})
+_HOSTS = frozenset({"gpus_per_node", "nics", "nic_gb_s", "pcie_gb_s"})
+_GPUS = frozenset({"gpus", "gpu", "mfu", "engine_share", "engine_base_ms"})
+_ANSWERS = frozenset({"mean_prompt", "mean_response", "reserve_gib", "host_gb"})
+_VERSIONS = frozenset({"version_gb", "learner_hosts", "engine_hosts", "delta"})
+# Arguments that each subject reads; without the option of one, the whole run is planned.
+_READS: Mapping[str, frozenset[str]] = {
+    "": _SETTINGS | _HOSTS | _GPUS | _ANSWERS | {"model"},
+    "--memory": _SETTINGS | {"model"},
+    "--measure": _SETTINGS | {"model"},
+    "--publish": _SETTINGS | _HOSTS | _VERSIONS,
+    "--advise": frozenset(),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    refuse_unread(arguments)
     if arguments.advise is not None:
         return advice.main(arguments)
     arguments.needs_config = not arguments.publish
@@ -81,3 +97,20 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.memory or arguments.measure:
         return memory.main(arguments)
     return sizing.main(arguments)
+
+
+def refuse_unread(arguments: argparse.Namespace) -> None:
+    """Refuse what the chosen subject does not read.
+
+    Raises:
+        ConfigError: An argument is given that belongs to another subject.
+    """
+    subject = next((name for name in _READS if name and getattr(arguments, name[2:])), "")
+    for name in sorted(frozenset[str]().union(*_READS.values()) - _READS[subject]):
+        value = getattr(arguments, name)
+        if value in (arguments.parser.get_default(name), []):
+            continue
+        shown = value[0] if name == "overrides" else f"--{name.replace('_', '-')}"
+        owners = [f"slipstream plan {other}".strip() for other in _READS if name in _READS[other]]
+        also = f"is not read with {subject}" if subject else "nothing else reads it"
+        raise ConfigError(f"{shown} goes with {' or '.join(owners)}, and {also}")

@@ -16,6 +16,7 @@ from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
 from slipstream.deploy.predict.size.options import refuse_numbers
 from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.transports import TRANSPORTS, check_transport, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table, section
@@ -79,6 +80,8 @@ def columns(arguments: argparse.Namespace) -> list[Column]:
     if not all(0 < size < math.inf for size in arguments.version_gb):
         raise ConfigError(f"--version-gb is {arguments.version_gb}: expected numbers above 0")
     bus = section(load_table(arguments.config, arguments.overrides), "weightbus", WeightBusSection)
+    transport = chosen(bus.transport)
+    check_transport(transport)
     setup = Setup(
         version_bytes=0.0,
         learner_hosts=arguments.learner_hosts,
@@ -90,7 +93,7 @@ def columns(arguments: argparse.Namespace) -> list[Column]:
         fanout=bus.fanout,
         bucket_bytes=bus.bucket_bytes,
         connections=bus.connections or Setup.connections,
-        is_staged=bus.transport != "collective",
+        is_staged=not TRANSPORTS[transport].writes_live,
         delta_share=arguments.delta,
     )
     sizes = {f"{size:g} GB": size for size in arguments.version_gb} or SIZES

@@ -20,6 +20,7 @@ from slipstream.deploy.interop.verl.hydra import (
     after_program,
     overrides_of,
 )
+from slipstream.deploy.interop.verl.script_text import substitutions, unset_names
 from slipstream.wire.errors import ConfigError
 
 RECORDED = ("python", "python3", "torchrun", "ray")
@@ -31,6 +32,7 @@ _INSTEAD = (
 )
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 400  # the end of what a script printed
 _COMMAND_CHARACTERS = 120
+_MOST_NAMED = 20
 _ENDED = {
     "timeout": "it ran for more than {0.own_s:g} s",
     "memory": "it took more than {0.memory_bytes} bytes of memory",
@@ -45,6 +47,8 @@ class ScriptRun(msgspec.Struct, frozen=True, kw_only=True):
     commands: list[list[str]]
     code: int
     printed: str = ""  # the end of both its outputs
+    unset: list[str] = []  # names that it expands although nothing sets them
+    computed: list[str] = []  # $(...) in its text
 
 
 def announcement(path: Path, variables: Iterable[str], limits: Limits = LIMITS) -> str:
@@ -74,20 +78,19 @@ def run_script(path: Path, variables: Mapping[str, str], limits: Limits = LIMITS
         raise ConfigError(f"cannot read the script {path}: {error}") from error
     if len(text) > MOST_LENGTH:
         raise ConfigError(f"{path}: {len(text)} characters are no script: {MOST_LENGTH} at most")
-    request = {"script": path.name, "programs": RECORDED, "variables": variables}
+    request = {"name": path.name, "text": text, "programs": RECORDED, "variables": variables}
     try:
-        outcome = run(
-            _DRIVER.read_text("utf-8"),
-            stdin=msgspec.json.encode(request),
-            files={path.name: text.encode()},
-            limits=limits,
-        )
+        outcome = run(_DRIVER.read_text("utf-8"), stdin=msgspec.json.encode(request), limits=limits)
     except SandboxUnavailableError as error:
         raise ConfigError(
             f"{path} is not run: --run needs a sandbox, which does not start here. Instead, "
-            f"{_INSTEAD}. {error}"
+            f"{_INSTEAD}. {error.reason}"
         ) from error
-    return _script_run(path, outcome, limits)
+    return msgspec.structs.replace(
+        _script_run(path, outcome, limits),
+        unset=unset_names(text, variables),
+        computed=substitutions(text),
+    )
 
 
 def _script_run(path: Path, outcome: ProgramOutcome, limits: Limits) -> ScriptRun:
@@ -128,11 +131,31 @@ def settings_of(path: Path, script: ScriptRun) -> HydraSettings:
     ]
     if len(of_verl) > 1:
         remarks.append(f"{path} starts verl {len(of_verl)} times: the first one is translated")
+    if script.unset:
+        remarks.append(
+            f"{path} expands names that neither it nor --var NAME=VALUE sets, and that have no "
+            f"value of yours: {_some(script.unset, ', ')}"
+        )
+    if script.computed:
+        remarks.append(
+            f"{path}: computed in the sandbox, so look at what they gave: "
+            f"{_some([_short(command) for command in script.computed], '; ')}"
+        )
     if script.code:
         remarks.append(f"{path}: {end}")
     return replace(overrides_of(of_verl[0]), remarks=tuple(remarks))
 
 
+def _some(texts: Sequence[str], between: str) -> str:
+    more = len(texts) - _MOST_NAMED
+    shown = between.join(texts[:_MOST_NAMED])
+    return f"{shown}{between}and {more} more" if more > 0 else shown
+
+
 def _shown(command: Sequence[str]) -> str:
-    text = " ".join(shlex.join(command).split())
+    return _short(shlex.join(command))
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= _COMMAND_CHARACTERS else f"{text[:_COMMAND_CHARACTERS]}..."

@@ -28,7 +28,7 @@ from slipstream.wire.messages.pieces import cut, joined_message
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.unreadable import UNREADABLE
 
-REVISION = 3
+REVISION = 4
 MAX_BYTES = MAX_OBSERVATION_BYTES + (1 << 20)  # largest message; refuses larger agent requests
 MOST_CALLS = 256  # calls of one trajectory's agent at a time
 MAX_PATH = 200  # characters, with the method
@@ -45,8 +45,11 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 # ---- generator to server -----------------------------------------------------
 
 
-class EnvironmentHello(_Message, frozen=True):
-    """A generator's sign of life; the first one introduces it."""
+class EnvironmentHello(_Message, frozen=True, tag="hello"):
+    """A generator's sign of life; the first one introduces it.
+
+    Every revision reads this message and its answer, so that each side can name the other's.
+    """
 
     client: ProcessName  # differs after each restart
     revision: Count
@@ -90,7 +93,7 @@ class AgentAnswer(_Message, frozen=True):
 # ---- server to generator -----------------------------------------------------
 
 
-class EnvironmentWelcome(_Message, frozen=True):
+class EnvironmentWelcome(_Message, frozen=True, tag="welcome"):
     """The answer to an EnvironmentHello: the environment that is served here."""
 
     server: ProcessName  # differs after each restart

@@ -140,7 +140,7 @@ def test_an_end_is_named_by_exit_code_and_last_words():
 
 
 def test_a_refusal_names_the_setting_and_the_reason():
-    explanation = bubblewrap.explained("unshare(): Operation not permitted (EPERM)")
+    explanation = str(bubblewrap.explained("unshare(): Operation not permitted (EPERM)"))
     assert "reward.sandbox" in explanation
     assert "EPERM" in explanation
     if Path("/proc/sys/user/max_user_namespaces").exists():

@@ -101,3 +101,39 @@ def test_the_file_may_be_among_the_words(settings: Path, capsys: pytest.CaptureF
     words = [str(settings), "--gpus", "16", *MODEL, "--json"]
     assert command.main(parser.parse_args(words)) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--publish --gpus 4", "--gpus goes with slipstream plan, and is not read with --publish"),
+        ("run.toml --memory --gpus 4", "--gpus goes with slipstream plan, .* with --memory"),
+        (
+            "run.toml --measure --nics 2",
+            "--nics goes with slipstream plan or slipstream plan --pub",
+        ),
+        ("run.toml --advise", "run.toml goes with slipstream plan or .*, and is not .* --advise"),
+        (
+            "--advise --json --model x",
+            "--model goes with .*--measure, and is not read with --advise",
+        ),
+        (
+            "run.toml --version-gb 3",
+            "--version-gb goes with slipstream plan --publish, and nothing else reads it",
+        ),
+    ],
+)
+def test_what_belongs_to_another_subject_is_refused(words: str, reason: str):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.set_defaults(parser=parser)
+    with pytest.raises(ConfigError, match=reason):
+        command.main(parser.parse_args(words.split()))
+
+
+def test_every_option_belongs_to_a_subject():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    subjects = {"memory", "measure", "publish", "advise"}
+    read = frozenset[str]().union(*command._READS.values())
+    assert read == vars(parser.parse_args([])).keys() - subjects - {"json", "needs_config"}

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from slipstream.deploy.commands.plan import command
+from slipstream.weightbus.transports import TRANSPORTS
 from slipstream.wire.errors import ConfigError
 
 
@@ -36,10 +37,15 @@ def test_options_and_settings_describe_the_hosts(capsys: pytest.CaptureFixture[s
     assert first["cost"]["receive_s"] == pytest.approx(8 + 3 * 4 * 64 * 2**20 / 0.125e9)
 
 
-def test_a_collective_is_not_staged(capsys: pytest.CaptureFixture[str]):
-    assert run("--publish", "--version-gb", "1", "--json", 'weightbus.transport="collective"') == 0
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+def test_a_transport_that_writes_live_is_not_staged(
+    transport: str, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--publish", "--version-gb", "1", "--json", f'weightbus.transport="{transport}"']
+    assert run(*words) == 0
     (column,) = json.loads(capsys.readouterr().out)
-    assert column["cost"]["commands"] > 2 * 32
+    writes_live = transport == "collective"
+    assert (column["cost"]["commands"] > 2 * 64) == writes_live
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,7 @@ def test_a_collective_is_not_staged(capsys: pytest.CaptureFixture[str]):
         ("--publish --delta 0", "--delta"),
         ("--publish --delta nan", "--delta"),
         ("--publish weightbus.fanout=-1", "weightbus.fanout"),
+        ("--publish weightbus.transport=smoke", "weightbus.transport"),
     ],
 )
 def test_numbers_that_no_network_has_are_refused(words: str, name: str):

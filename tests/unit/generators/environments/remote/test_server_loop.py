@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -62,6 +63,10 @@ class Generator:
     async def ask(self, message: ToServer) -> FromServer:
         await self.tell(message)
         return from_server(await self._socket.recv_multipart())
+
+    async def ask_other_revision(self, message: dict[str, object]) -> dict[str, object]:
+        await self._socket.send_multipart([msgspec.msgpack.encode(message)])
+        return msgspec.msgpack.decode((await self._socket.recv_multipart())[0], type=dict)
 
     async def tell(self, message: ToServer) -> None:
         await self._socket.send_multipart(encoded(message))
@@ -192,5 +197,20 @@ def test_late_message_of_an_older_connection_changes_nothing():
         assert (await newer.hello(1)).open == (1,)
         assert server.num_trajectories == 1
         host.may_end.set()
+
+    serve(body, now=lambda: 0.0)
+
+
+def test_generator_of_another_revision_learns_this_ones():
+    async def body(
+        server: EnvironmentServer, host: SlowToEnd, context: zmq.asyncio.Context
+    ) -> None:
+        answer = await Generator(context, "a").ask_other_revision(
+            {"kind": "hello", "client": "a", "revision": 3, "open": []}
+        )
+        assert (answer["kind"], answer["revision"]) == ("welcome", REVISION)
+        assert {"server", "version", "identity", "drives_itself"} < answer.keys()
+        host.may_end.set()
+        assert server.num_trajectories == 0
 
     serve(body, now=lambda: 0.0)
