@@ -16,15 +16,15 @@ from slipstream.learner.layout import Place
 from slipstream.weightbus.hosts.membership import HostPlace, Membership
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey, read_client_key, write_client_key
+from slipstream.wire.files.run_folder import HOSTS_KEY
 from slipstream.wire.settings.rendezvous import Address
 
-_FILE = ".hosts.key"
 _CONNECT_S = 1.0
 
 
 def key_file(settings: LearnerSettings) -> Path:
     """Return the file of the key."""
-    return settings.run.folder.resolve() / _FILE
+    return settings.run.folder.resolve() / HOSTS_KEY
 
 
 def new_key() -> ClientKey:
@@ -36,7 +36,7 @@ def new_key() -> ClientKey:
 @contextmanager
 def shown_key(file: Path, key: ClientKey) -> Iterator[None]:
     """Show the key of this node 0 to the other nodes while the block runs."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # stays: sandboxes cover it
     write_client_key(file, key)
     try:
         yield
@@ -88,7 +88,7 @@ def membership_of(
         option="--node",
         refusal="train with",
         advice="start it with --node and the same --rendezvous; it has to see the run folder, with "
-        f"{_FILE}",
+        f"{HOSTS_KEY}",
         key_source=str(key_file(settings)),
         rendezvous_timeout_s=learner.rendezvous_timeout_s,
         silence_s=learner.node_silence_s,

@@ -39,6 +39,7 @@ from slipstream.weightbus.hosts.verdict import SETTLE_S, HostEnd, HostView, ende
 from slipstream.weightbus.net.threads import in_own_thread
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.files.run_folder import HOSTS_KEY
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.run_until import running, unless
@@ -285,8 +286,8 @@ class NodeWatch:
         """
         file, address, own = self._file, self._place.address, self._named(self._node)
         lacks = (
-            f"the file {file.name} that node 0 at {address} writes into {file.parent}: it is not "
-            "there; run.dir must be on a file system that all nodes share, at the same path"
+            f"the file {HOSTS_KEY} that node 0 at {address} writes into {file.parents[1]}: it is "
+            "not there; run.dir must be on a file system that all nodes share, at the same path"
         )
         shown_s = 0.0  # time in which something listened there
         while (key := await in_own_thread(lambda: newest_key(file))) is None:

@@ -11,17 +11,18 @@ from slipstream.wire.settings.rendezvous import Address
 
 
 def test_a_key_is_shown_to_the_owner_alone_while_node_0_leads(tmp_path: Path):
-    file = tmp_path / "runs" / "a" / ".hosts.key"
+    file = tmp_path / "runs" / "a" / "hosts" / "key"
     assert newest_key(file) is None
     key = new_key()
     with shown_key(file, key):
         assert newest_key(file) == key
         assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
     assert newest_key(file) is None
 
 
 def test_the_key_of_a_later_node_0_stays(tmp_path: Path):
-    file, later = tmp_path / ".hosts.key", new_key()
+    file, later = tmp_path / "key", new_key()
     with shown_key(file, new_key()), shown_key(file, later):
         assert newest_key(file) == later
     later_still = new_key()
@@ -33,7 +34,7 @@ def test_the_key_of_a_later_node_0_stays(tmp_path: Path):
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path):
-    file = tmp_path / ".hosts.key"
+    file = tmp_path / "key"
     with shown_key(file, new_key()):
         file.chmod(0o644)
         with pytest.raises(ConfigError, match=r"can be read by others"):
