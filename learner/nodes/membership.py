@@ -107,5 +107,6 @@ def membership_of(
         key_source=str(key_file(settings)),
         rendezvous_timeout_s=learner.rendezvous_timeout_s,
         silence_s=learner.node_silence_s,
+        gone_s=30.0,
         difference_ends=True,
     )

@@ -218,8 +218,9 @@ def test_a_node_that_does_not_share_the_run_folder_says_so_and_is_missed(nodes: 
     runs = nodes.replays.folder / "runs"
     runs.mkdir()
     hidden = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]
-    second = nodes.start(1, "a", *TWO, within=hidden)  # it looks before node 0 has given up
-    first = nodes.start(0, "a", *TWO, "learner.rendezvous_timeout_s=25")
+    soon = "learner.rendezvous_timeout_s=25"  # node 1 looks for half of it
+    second = nodes.start(1, "a", *TWO, soon, within=hidden)
+    first = nodes.start(0, "a", *TWO, soon)
     line = line_of(finish(second, code=2))
     assert f"{node_of(1)} does not see the file hosts/key that node 0 at {nodes.address}" in line
     assert f"writes into {runs / 'a'}: it is not there; run.dir must be" in line

@@ -47,4 +47,5 @@ class Membership:
     key_source: str  # setting or file that the key is from
     rendezvous_timeout_s: float
     silence_s: float  # time without a sign of life after which a node has ended
+    gone_s: float = 10.0  # silence before the start, after which another process may be that node
     difference_ends: bool = False  # a node that differs ends the start; else another is waited for
