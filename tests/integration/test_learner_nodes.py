@@ -181,9 +181,13 @@ def test_nodes_that_cannot_begin_say_why_in_one_line(nodes: Nodes, case: str):
 @pytest.mark.parametrize(
     ("address", "says", "why"),
     [
-        ("192.0.2.7:29400", "cannot listen at tcp://{at}", "Cannot assign requested address"),
-        ("TAKEN", "cannot listen at tcp://{at}", "Address already in use"),
-        ("no-such-host.invalid:29400", "{at}", "is no address: "),
+        (
+            "192.0.2.7:29400",
+            "cannot listen at tcp://{at}",
+            ": it is not an address of this machine",
+        ),
+        ("TAKEN", "cannot listen at tcp://{at}", ": another process listens there"),
+        ("no-such-host.invalid:29400", "{at}", " is no address: "),
     ],
 )
 def test_node_0_says_why_it_cannot_listen(nodes: Nodes, address: str, says: str, why: str):
