@@ -44,6 +44,7 @@ def shown_key(file: Path, key: ClientKey, *, remove_s: float = 5.0) -> Iterator[
     """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # stays: sandboxes cover it
     write_client_key(file, key)
+    newest_key(file)  # refused here already on a file system without modes
 
     def remove() -> None:
         if newest_key(file) == key:  # else another node 0 has come
@@ -66,7 +67,7 @@ def newest_key(file: Path) -> ClientKey | None:
         with suppress(OSError):
             list(folder.iterdir())  # file systems of several hosts look at the folder anew
     try:
-        return read_client_key(file, setting="run.dir")
+        return read_client_key(file, setting="run.dir, whose file system must keep modes")
     except ConfigError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _MISSING:
             return None

@@ -39,7 +39,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path):
     file = tmp_path / "key"
     with shown_key(file, new_key()):
         file.chmod(0o644)
-        with pytest.raises(ConfigError, match=r"can be read by others"):
+        with pytest.raises(ConfigError, match=r"\(run\.dir, .* keep modes\) can be read by others"):
             newest_key(file)
         file.chmod(0o600)
 
