@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_TOKEN
+from slipstream.wire.files.run_folder import HOSTS_KEY, PAGE_ADDRESS, PAGE_TOKEN
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (
@@ -216,19 +216,22 @@ def redis_folder(run: RunSection) -> Path:
 
 
 def private_folders(run: RunSection) -> tuple[Path, ...]:
-    """Return the folders of a run that hold its sockets, its store and the token of its page."""
-    return (run.socket_folder, redis_folder(run), run.folder / PAGE_TOKEN.parent)
+    """Return the folders of a run's sockets, store, page token and key of a learner's hosts."""
+    in_run = (run.folder / path.parent for path in (PAGE_TOKEN, HOSTS_KEY))
+    return (run.socket_folder, redis_folder(run), *in_run)
 
 
 def private_paths(table: Table) -> tuple[Path, ...]:
     """Return the paths hidden from reward functions: keys, stores and sockets.
 
     Sockets need no key: any process that can reach them could pose as the learner. A role
-    of a broker on another host has no sockets or store here, unless some exist already.
+    of a broker on another host has no sockets or store here, unless some exist already; a run
+    folder that is here may be the one that a learner's hosts share.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
     algo = table.get("algo")  # the learner checks its settings
     teacher = algo.get("teacher") if isinstance(algo, dict) else None
+    here = {run.folder / HOSTS_KEY.parent} if run.folder.exists() else set()
     files = (
         broker.redis.password_file,
         str(run.folder / PAGE_ADDRESS),
@@ -238,7 +241,7 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     return (
         keys_folder(run, broker),
         *((Path(run.key_file),) if run.key_file else ()),
-        *(path for path in private_folders(run) if not run.broker or path.exists()),
+        *(path for path in private_folders(run) if not run.broker or path in here or path.exists()),
         *(Path(name) for name in files if name and Path(name).exists()),
     )
 

@@ -39,6 +39,7 @@ from slipstream.weightbus.hosts.verdict import SETTLE_S, HostEnd, HostView, ende
 from slipstream.weightbus.net.threads import in_own_thread
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.files.run_folder import HOSTS_KEY
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.run_until import running, unless
@@ -53,7 +54,9 @@ _WATCH_S = 0.25
 _GRACE_S = 5.0  # time for the training thread to end by itself, with a better reason
 _STOP_GRACE_S = 5.0  # time for node 0 to be asked to end, too, after another node was
 _HEAR_S = 10.0  # after a failed collective: time to hear the reason
-_SEEN_S = 10.0  # time for node 0's file to appear on another node: file systems cache names
+# Time for node 0's file to appear on another node: NFS caches names for up to 60 s. Half of the
+# time in which the nodes meet, within these limits.
+_SEEN_S = (10.0, 90.0)
 _POLL_S = 0.05
 _POLL_KEY_S = 1.0
 
@@ -285,19 +288,19 @@ class NodeWatch:
         """
         file, address, own = self._file, self._place.address, self._named(self._node)
         lacks = (
-            f"the file {file.name} that node 0 at {address} writes into {file.parent}: it is not "
-            "there; run.dir must be on a file system that all nodes share, at the same path"
+            f"the file {HOSTS_KEY} that node 0 at {address} writes into {file.parents[1]}: it is "
+            "not there; run.dir must be on a file system that all nodes share, at the same path"
         )
+        limit_s = self._settings.learner.rendezvous_timeout_s
         shown_s = 0.0  # time in which something listened there
         while (key := await in_own_thread(lambda: newest_key(file))) is None:
             is_there = await in_own_thread(lambda: is_listened_at(address))
-            if shown_s > _SEEN_S:
+            if shown_s > min(max(_SEEN_S[0], limit_s / 2), _SEEN_S[1]):
                 raise ConfigError(f"{own} does not see {lacks}")
             if patience.is_over():
                 why = f"something listens, without {lacks}" if is_there else "nobody listens there"
-                limit = f"{self._settings.learner.rendezvous_timeout_s:g} s"
                 raise PeerLostError(
-                    f"{own} does not reach node 0 at {address} (--rendezvous) within {limit} "
+                    f"{own} does not reach node 0 at {address} (--rendezvous) within {limit_s:g} s "
                     f"(learner.rendezvous_timeout_s): {why}"
                 )
             await asyncio.sleep(_WATCH_S)

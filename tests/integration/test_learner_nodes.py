@@ -99,7 +99,7 @@ def test_two_nodes_compute_the_bits_of_one(nodes: Nodes, host: str):
     two = weights(nodes.replays.folder / "runs" / "two")
     assert one.keys() == two.keys()
     assert all(two[name].equal(tensor) for name, tensor in one.items())
-    assert not list((nodes.replays.folder / "runs" / "two").glob(".hosts.key*"))
+    assert not list((nodes.replays.folder / "runs" / "two" / "hosts").iterdir())
 
 
 def test_two_nodes_resume_from_their_checkpoint(nodes: Nodes):
@@ -181,9 +181,13 @@ def test_nodes_that_cannot_begin_say_why_in_one_line(nodes: Nodes, case: str):
 @pytest.mark.parametrize(
     ("address", "says", "why"),
     [
-        ("192.0.2.7:29400", "cannot listen at tcp://{at}", "Cannot assign requested address"),
-        ("TAKEN", "cannot listen at tcp://{at}", "Address already in use"),
-        ("no-such-host.invalid:29400", "{at}", "is no address: "),
+        (
+            "192.0.2.7:29400",
+            "cannot listen at tcp://{at}",
+            ": it is not an address of this machine",
+        ),
+        ("TAKEN", "cannot listen at tcp://{at}", ": another process listens there"),
+        ("no-such-host.invalid:29400", "{at}", " is no address: "),
     ],
 )
 def test_node_0_says_why_it_cannot_listen(nodes: Nodes, address: str, says: str, why: str):
@@ -199,7 +203,7 @@ def test_what_listens_there_and_is_no_node_0_is_not_waited_for_longer(nodes: Nod
     with socket.create_server((BESIDE, 0)) as silent:
         nodes.address = f"{BESIDE}:{silent.getsockname()[1]}"
         line = line_of(finish(nodes.start(1, "a", *TWO, SOON), code=1))
-    assert "something listens, without the file .hosts.key that node 0 at" in line
+    assert "something listens, without the file hosts/key that node 0 at" in line
 
 
 def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
@@ -218,15 +222,16 @@ def test_a_node_that_does_not_share_the_run_folder_says_so_and_is_missed(nodes: 
     runs = nodes.replays.folder / "runs"
     runs.mkdir()
     hidden = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]
-    second = nodes.start(1, "a", *TWO, within=hidden)  # it looks before node 0 has given up
-    first = nodes.start(0, "a", *TWO, "learner.rendezvous_timeout_s=25")
+    soon = "learner.rendezvous_timeout_s=25"  # node 1 looks for half of it
+    second = nodes.start(1, "a", *TWO, soon, within=hidden)
+    first = nodes.start(0, "a", *TWO, soon)
     line = line_of(finish(second, code=2))
-    assert f"{node_of(1)} does not see the file .hosts.key that node 0 at {nodes.address}" in line
+    assert f"{node_of(1)} does not see the file hosts/key that node 0 at {nodes.address}" in line
     assert f"writes into {runs / 'a'}: it is not there; run.dir must be" in line
     line = line_of(finish(first, code=1))
     assert "node 1 (rank 1) does not come to node 0 at" in line
     assert "it has to see the run folder" in line
-    assert not list((runs / "a").glob(".hosts.key*"))
+    assert not list((runs / "a").glob("hosts/*"))
 
 
 # ---- how it ends -----------------------------------------------------------------
@@ -399,7 +404,7 @@ def test_it_listens_at_the_rendezvous_and_beside_it_on_loopback_alone(nodes: Nod
 
 def test_a_stranger_without_the_key_changes_nothing(nodes: Nodes, sockets: str):
     with Training(nodes, sockets) as training:
-        (file,) = training.run.glob(".hosts.key")
+        (file,) = training.run.glob("hosts/key")
         assert file.stat().st_mode & 0o077 == 0
         server_key = read_client_key(file).public  # more than strangers know
         host, _, port = nodes.address.rpartition(":")

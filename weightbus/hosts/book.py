@@ -23,7 +23,6 @@ from slipstream.wire.process.cards import difference
 from slipstream.wire.process.safe_text import one_line
 
 _log = logging.getLogger(__name__)
-GONE_S = 10.0  # silence before the start, after which another process may be that node
 _SIGNS_OF_TWO = 2  # signs of life since another process came as the same node: both are alive
 
 
@@ -118,7 +117,7 @@ class HostBook:
             member.silent_s += gap_s
         if self._end is not None:
             return
-        limit_s = GONE_S if self._start is None else self._own.silence_s
+        limit_s = self._own.gone_s if self._start is None else self._own.silence_s
         for node, silence in self.silent(limit_s).items():
             if self._start is None:
                 _log.warning("%s: %s; another is waited for", self.named(node), silence)

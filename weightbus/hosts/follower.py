@@ -12,7 +12,13 @@ from contextlib import asynccontextmanager, suppress
 import zmq
 import zmq.asyncio
 
-from slipstream.weightbus.hosts.membership import LINGER_MS, LONGEST_GAP_S, MOST_TEXT, Membership
+from slipstream.weightbus.hosts.membership import (
+    LINGER_MS,
+    LONGEST_GAP_S,
+    LONGEST_WAIT_S,
+    MOST_TEXT,
+    Membership,
+)
 from slipstream.weightbus.hosts.verdict import EXPLAIN_S, HostEnd, HostView
 from slipstream.weightbus.net.curve import connect
 from slipstream.weightbus.net.listening import endpoint_of
@@ -134,6 +140,7 @@ class HostFollower:
         """Note that nothing is heard any more; called when ``run`` ends."""
         if not linking.cancelled() and (why := linking.exception()) is not None:
             self.lost = self.lost or text_of(why)
+            self._wake()
 
     async def _read(self, link: zmq.asyncio.Socket) -> None:
         while True:
@@ -202,6 +209,7 @@ class HostFollower:
 
     def _lose(self, why: str) -> None:
         self.lost = why
+        self._wake()
         raise PeerLostError(self.line(HostEnd(0, why)))
 
     def _wake(self) -> None:
@@ -245,7 +253,9 @@ class HostFollower:
 
     async def next_change(self) -> None:
         """Wait for a message, or for a moment."""
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                await self._changed.wait()
 
     async def report(self, state: FollowerState) -> None:
         """Tell node 0 the state of this node."""

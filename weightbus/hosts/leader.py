@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from slipstream.weightbus.hosts.book import HostBook
-from slipstream.weightbus.hosts.membership import LINGER_MS, MOST_TEXT, Membership
+from slipstream.weightbus.hosts.membership import LINGER_MS, LONGEST_WAIT_S, MOST_TEXT, Membership
 from slipstream.weightbus.hosts.verdict import EXPLAIN_S, HostEnd, HostView
 from slipstream.weightbus.net.curve import MAX_BYTES, LeaderListener
 from slipstream.weightbus.net.listening import endpoint_of, listen_at
@@ -35,7 +35,6 @@ from slipstream.wire.settings.rendezvous import Address
 _log = logging.getLogger(__name__)
 _malformed = RateLimitedLog(_log)
 _LOOK_S = 0.25
-_LONGEST_WAIT_S = 1.0
 _END_S = 10.0  # wait for the other nodes to end
 
 
@@ -204,7 +203,7 @@ class HostLeader:
     async def next_change(self) -> None:
         """Wait for a message, or for a moment."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_WAIT_S):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 await self._changed.wait()
 
     def names(self, nodes: list[int]) -> str:

@@ -9,6 +9,7 @@ from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 LONGEST_GAP_S = 5.0  # in longer gaps this process did not run either
+LONGEST_WAIT_S = 1.0  # for a change
 LINGER_MS = 1_000  # time for the last messages to leave
 MOST_TEXT = 2_000  # characters of a reason
 
@@ -46,4 +47,5 @@ class Membership:
     key_source: str  # setting or file that the key is from
     rendezvous_timeout_s: float
     silence_s: float  # time without a sign of life after which a node has ended
+    gone_s: float = 10.0  # silence before the start, after which another process may be that node
     difference_ends: bool = False  # a node that differs ends the start; else another is waited for

@@ -13,6 +13,7 @@ from typing_extensions import override
 from slipstream.broker.listening.curve import ping, prove_key, require_keys
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.router import ListeningRouter
+from slipstream.weightbus.net.listening import why_not_listening
 from slipstream.weightbus.net.proofs import (
     Authenticator,
     DoorRefusals,
@@ -295,7 +296,13 @@ class LeaderListener(KeyedListener):
             ConfigError: the address cannot be bound.
         """
         self._check_keys(context)
-        return self._open(context, self._listen, share=_LEADER, has_buckets=False)
+        try:
+            return self._open(context, self._listen, share=_LEADER, has_buckets=False)
+        except ConfigError as error:
+            if not (why := why_not_listening(error.__cause__)):
+                raise
+            at = f"{self._listen} ({self.setting})"
+            raise ConfigError(f"cannot listen at {at}: {why}") from error
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:

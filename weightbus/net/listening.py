@@ -6,6 +6,11 @@ import socket
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.rendezvous import Address
 
+_REASONS = {
+    errno.EADDRNOTAVAIL: "it is not an address of this machine",
+    errno.EADDRINUSE: "another process listens there",
+}
+
 
 def endpoint_of(address: Address, *, named: str) -> str:
     """Return a numeric ZeroMQ endpoint, to listen at or to connect to.
@@ -42,7 +47,11 @@ def listen_at(host: str, *, named: str) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        is_of_others = error.errno == errno.EADDRNOTAVAIL
-        why = "it is not an address of this machine" if is_of_others else error.strerror
+        why = why_not_listening(error) or error.strerror
         raise ConfigError(f"cannot listen on {host} ({named}): {why}") from error
     return listener
+
+
+def why_not_listening(error: BaseException | None) -> str:
+    """Return why an address cannot be listened at, in plain words; empty for a rare reason."""
+    return _REASONS.get(error.errno or 0, "") if isinstance(error, OSError) else ""

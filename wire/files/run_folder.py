@@ -19,6 +19,7 @@ PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page
 PAGE_TOKEN = Path("dashboard") / "token"  # admits to the page; survives restarts of the broker
 PAGE_PORT = Path("dashboard") / "port"  # port of the page, chosen by the system
 PAGE_ADDRESS = Path("dashboard.url")  # address of the page, while a broker serves it
+HOSTS_KEY = Path("hosts") / "key"  # proved by the hosts of a learner to each other, while it runs
 DEAD_LETTERS = TRAIL / "dead_letters.json"  # those there are, replaced at each change
 ACCOUNT = TRAIL / "account.json"  # account of all items at the newest learner step
 

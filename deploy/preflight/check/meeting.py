@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,6 +35,7 @@ from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.settings.rendezvous import Address
 
 _POLL_S = 0.1
+_INFORM_S = 30.0  # for a host to take the reports
 
 
 def _membership(config: RunConfig, node: int, rendezvous: Address) -> Membership:
@@ -45,6 +46,11 @@ def _membership(config: RunConfig, node: int, rendezvous: Address) -> Membership
     """
     hosts, learner = config.deploy.hosts, config.learner.learner
     admitted: dict[str, str] = {}
+    if node and not config.run.key_file:
+        raise ConfigError(
+            f"check --on hosts --node {node} needs run.key_file: each host but the first proves a "
+            "key of its own"
+        )
     if node:
         key = read_client_key(Path(config.run.key_file))
     else:
@@ -76,17 +82,22 @@ def _membership(config: RunConfig, node: int, rendezvous: Address) -> Membership
     )
 
 
-class _Asking(HostLeader):
+class AskingHost(HostLeader):
     """The first host's link to the others."""
 
     def __init__(self, own: Membership) -> None:
         super().__init__(own)
         self._num_asked = 0
+        self._asked: dict[int, int] = {}  # nodes by number of an unanswered question
         self._answers: dict[int, str] = {}
 
     @override
     def note_answer(self, message: FetchedThere | HostAnswered) -> None:
-        if isinstance(message, HostAnswered):
+        if not isinstance(message, HostAnswered):
+            return
+        node, member = message.node, self.book.known.get(message.node)
+        is_ours = member is not None and member.incarnation == message.incarnation
+        if is_ours and self._asked.get(message.number) == node:
             self._answers[message.number] = message.answer
 
     async def ask(self, node: int, host: str, process: str, request: str, limit_s: float) -> str:
@@ -97,23 +108,42 @@ class _Asking(HostLeader):
         """
         self._num_asked += 1
         number, own = self._num_asked, self.own
+        self._asked[number] = node
         order = AskHost(number=number, process=process, request=request, limit_s=limit_s)
         patience, peer = Patience(f"an answer of {host}", own.rendezvous_timeout_s), b""
-        while number not in self._answers:
-            member = self.book.known.get(node)
-            if member is not None and member.peer != peer:
-                peer = member.peer
-                await self.send(peer, order)
-            is_gone = (member is None and bool(peer)) or self.is_finished
-            if is_gone or patience.is_over():
-                advice = self.book.refused or (
-                    f"is slipstream check --on hosts --node {node} started there?"
-                )
-                limit = f"learner.rendezvous_timeout_s = {own.rendezvous_timeout_s:g}"
-                why = "has ended" if is_gone else f"has not answered ({limit})"
-                raise PeerLostError(f"{host} {why}: {advice}")
-            await self.next_change()
-        return self._answers.pop(number)
+        try:
+            while number not in self._answers:
+                member = self.book.known.get(node)
+                if member is not None and member.peer != peer:
+                    peer = member.peer
+                    await self.send(peer, order)
+                is_gone = (member is None and bool(peer)) or self.is_finished
+                if is_gone or patience.is_over():
+                    advice = self.book.refused or (
+                        f"is slipstream check --on hosts --node {node} started there?"
+                    )
+                    limit = f"learner.rendezvous_timeout_s = {own.rendezvous_timeout_s:g}"
+                    why = "has ended" if is_gone else f"has not answered ({limit})"
+                    raise PeerLostError(f"{host} {why}: {advice}")
+                await self.next_change()
+            return self._answers.pop(number)
+        finally:
+            del self._asked[number]
+
+    async def inform(self, hosts: Sequence[str], text: str) -> None:
+        """Send the reports to the other hosts that are there; one that is lost does not get them.
+
+        Args:
+            hosts: Names of all hosts.
+            text: The reports, in JSON.
+        """
+
+        async def inform(node: int) -> None:
+            with suppress(PeerLostError, TimeoutError):
+                async with asyncio.timeout(_INFORM_S):
+                    await self.ask(node, hosts[node], "", text, 0.0)
+
+        await asyncio.gather(*map(inform, list(self.book.known)))
 
 
 class FirstHost:
@@ -139,7 +169,7 @@ class FirstHost:
         """
         self.config = config
         first, *others = config.deploy.hosts
-        self._leader = _Asking(_membership(config, 0, rendezvous))
+        self._leader = AskingHost(_membership(config, 0, rendezvous))
         ended = HostEnd(0, "the check ended", is_orderly=True)
         with ExitStack() as stack:
             self._loop = stack.enter_context(BackgroundLoop())
@@ -171,8 +201,7 @@ class FirstHost:
     def tell(self, reports: Sequence[HostReport]) -> None:
         """Send the reports to the other hosts."""
         text = msgspec.json.encode(reports).decode()
-        for node in list(self._leader.book.known):
-            self._loop.run(self._leader.ask(node, self.config.deploy.hosts[node], "", text, 0.0))
+        self._loop.run(self._leader.inform(self.config.deploy.hosts, text))
 
     def close(self) -> None:
         """End the program of this host, and the meeting."""

@@ -13,8 +13,8 @@ def test_keys_sockets_the_store_and_the_page_are_private_whether_they_are_there_
     tmp_path: Path,
 ):
     table: Table = {"run": {"name": "r", "dir": str(tmp_path), "socket_dir": "/s/sockets"}}
-    of_run = (Path("/s/sockets"), tmp_path / "r" / "redis", tmp_path / "r" / "dashboard")
-    assert private_paths(table) == (tmp_path / "keys", *of_run)
+    of_run = (tmp_path / "r" / name for name in ("redis", "dashboard", "hosts"))
+    assert private_paths(table) == (tmp_path / "keys", Path("/s/sockets"), *of_run)
 
 
 def test_a_role_of_a_broker_elsewhere_makes_no_folder_of_a_run(tmp_path: Path):
@@ -22,6 +22,7 @@ def test_a_role_of_a_broker_elsewhere_makes_no_folder_of_a_run(tmp_path: Path):
     assert private_paths({"run": run}) == (tmp_path / "keys", Path("/k.key"))
     (tmp_path / "r" / "redis").mkdir(parents=True)
     assert tmp_path / "r" / "redis" in private_paths({"run": run})
+    assert tmp_path / "r" / "hosts" in private_paths({"run": run})  # before a learner's hosts meet
 
 
 def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.weightbus.hosts.book import GONE_S, HostBook
+from slipstream.weightbus.hosts.book import HostBook
 from slipstream.weightbus.hosts.verdict import HostEnd
 from slipstream.wire.messages.followers import (
     EndNode,
@@ -101,7 +101,7 @@ def test_a_second_process_is_refused_once_the_first_has_shown_that_it_lives(node
 def test_a_second_process_takes_the_place_of_one_that_is_gone_before_the_start(nodes: Nodes):
     nodes.come(1, "a")
     assert nodes.come(1, "next") is None
-    nodes.wait(GONE_S)
+    nodes.wait(10.0)
     assert nodes.come(1, "next") == ACCEPTED
     assert nodes.book.ended == {}
 
