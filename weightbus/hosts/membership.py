@@ -9,7 +9,7 @@ from slipstream.wire.process.safe_text import one_line
 from slipstream.wire.settings.rendezvous import Address
 
 LONGEST_GAP_S = 5.0  # in longer gaps this process did not run either
-LONGEST_WAIT_S = 1.0  # for a change
+LONGEST_WAIT_S = 1.0  # limit of a wait for a change
 LINGER_MS = 1_000  # time for the last messages to leave
 MOST_TEXT = 2_000  # characters of a reason
 

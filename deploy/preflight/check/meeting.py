@@ -35,7 +35,7 @@ from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.settings.rendezvous import Address
 
 _POLL_S = 0.1
-_INFORM_S = 30.0  # for a host to take the reports
+_INFORM_S = 30.0  # time in which hosts must take the reports
 
 
 def _membership(config: RunConfig, node: int, rendezvous: Address) -> Membership:
