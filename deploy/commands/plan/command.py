@@ -90,7 +90,8 @@ def main(arguments: argparse.Namespace) -> int:
     refuse_unread(arguments)
     if arguments.advise is not None:
         return advice.main(arguments)
-    arguments.needs_config = not arguments.publish
+    named = any(word.endswith(".toml") and "=" not in word for word in arguments.overrides)
+    arguments.needs_config = named or not arguments.publish
     take_config(arguments.parser, arguments)
     if arguments.publish:
         return publish.main(arguments)

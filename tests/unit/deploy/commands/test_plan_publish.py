@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,10 @@ def test_a_transport_that_writes_live_is_not_staged(
 def test_numbers_that_no_network_has_are_refused(words: str, name: str):
     with pytest.raises(ConfigError, match=name):
         run(*words.split())
+
+
+def test_the_file_may_be_among_the_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.toml").write_text('[weightbus]\ntransport = "collective"\n')
+    assert run(str(tmp_path / "run.toml"), "--publish", "--version-gb", "1", "--json") == 0
+    (column,) = json.loads(capsys.readouterr().out)
+    assert column["cost"]["commands"] > 2 * 32
