@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import os
+import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +17,15 @@ from slipstream.learner.publish.relay_process import RelayLaunch, is_relay
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.manifest import TensorSpec
-from slipstream.wire.messages.relay import Alive, Ok, OpenMemory, RelayRequest, Reserve, Reserved
+from slipstream.wire.messages.relay import (
+    Alive,
+    EndRelay,
+    Ok,
+    OpenMemory,
+    RelayRequest,
+    Reserve,
+    Reserved,
+)
 from slipstream.wire.messages.weightbus import RelayAddress
 from tests.support.waiting import until_async
 
@@ -27,12 +36,14 @@ WAITS_AT_ITS_START = (
 
 
 @asynccontextmanager
-async def starting(folder: Path) -> AsyncIterator[tuple[RelayLink, int]]:
+async def starting(
+    folder: Path, *, on_door: Callable[[RelayAddress], None] | None = None
+) -> AsyncIterator[tuple[RelayLink, int]]:
     """Yield a link that has opened a memory, and the process that it started."""
     (folder / "sitecustomize.py").write_text(WAITS_AT_ITS_START)
     file = folder / "pid"
     launch = RelayLaunch(environment={"PYTHONPATH": str(folder), "PID": str(file)})
-    link = RelayLink(f"ipc://{folder}/relay", launch)
+    link = RelayLink(f"ipc://{folder}/relay", launch, on_door=on_door)
     await link.open("/proc/1/fd/3", LAYOUT, epoch=1, part=1)
     running = asyncio.create_task(link.run())
     try:
@@ -77,51 +88,55 @@ async def test_a_relay_that_may_serve_what_is_written_is_ended(tmp_path: Path):
     context.term()
 
 
-def test_a_store_that_does_not_answer_delays_no_publish_and_gets_the_newest_door(tmp_path: Path):
+async def test_a_store_that_does_not_answer_delays_no_publish_and_gets_the_newest_door(
+    tmp_path: Path,
+):
     """A relay that this process plays moves from door to door while the store hangs."""
     doors = [
         RelayAddress(endpoint=f"tcp://10.0.0.1:{port}", bulk_endpoint="", key="k" * 40)
         for port in range(4)
     ]
+    at = itertools.chain([doors[0]])
     told: list[RelayAddress] = []
+    seen: list[RelayRequest] = []
     answers = threading.Event()
 
     def post(door: RelayAddress) -> None:
         told.append(door)
         answers.wait()
 
-    async def body() -> None:
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    async with starting(tmp_path, on_door=post) as (link, pid):
         socket.bind(f"ipc://{tmp_path}/relay")
 
         async def answer() -> None:
             while True:
                 peer, *frames = await socket.recv_multipart()
-                request = decode_relay_request(b"".join(frames))
-                reply = Ok(pid=os.getpid(), door=next(at))
+                seen.append(request := decode_relay_request(b"".join(frames)))
+                if isinstance(request, EndRelay):
+                    os.kill(pid, signal.SIGKILL)
                 is_slot = isinstance(request, Reserve)
-                await socket.send_multipart([peer, encode(Reserved(slot=1) if is_slot else reply)])
+                reply = Reserved(slot=1) if is_slot else Ok(pid=pid, door=next(at, None))
+                await socket.send_multipart([peer, encode(reply)])
 
-        link = RelayLink(f"ipc://{tmp_path}/relay", RelayLaunch(), on_door=post)
-        await link.open("/proc/1/fd/3", LAYOUT, epoch=1)
-        at = itertools.chain(doors, itertools.repeat(doors[-1]))
-        tasks = [asyncio.create_task(answer()), asyncio.create_task(link.run())]
-        await until_async(lambda: len(told) == 1)
-        for _ in doors:
-            await link.open("/proc/1/fd/3", LAYOUT, epoch=1)  # answered while the store is not
-            assert await link.reserve() == 1
-        answers.set()
-        await until_async(lambda: len(told) == 2)
-        assert told == [doors[0], doors[-1]]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        socket.close()
-        context.term()
-
-    try:
-        asyncio.run(body())
-    finally:
-        answers.set()
+        answering = asyncio.create_task(answer())
+        try:
+            await until_async(  # it is adopted, and checked since
+                lambda: [type(one) for one in seen][-2:] == [OpenMemory, Alive]
+            )
+            at = itertools.chain(doors[1:], itertools.repeat(doors[-1]))
+            for _ in doors:
+                await link.open("/proc/1/fd/3", LAYOUT, epoch=1)  # answered while the store is not
+                assert await link.reserve() == 1
+            answers.set()
+            await until_async(lambda: len(told) > 1)
+            assert told == [doors[0], doors[-1]]
+        finally:
+            answers.set()
+            await link.end()
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+    socket.close()
+    context.term()
