@@ -37,7 +37,8 @@ def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
 def _add_chunks(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     wide = inputs.to(total.dtype)
     rows = max(_CHUNK_BYTES // (4 * max(len(wide), 1)), _MIN_CHUNK_ROWS)
-    for part, of_part in zip(total.split(rows), by_output.split(rows, dim=1), strict=True):
+    parts = zip(torch.split(total, rows), torch.split(by_output, rows, dim=1), strict=True)
+    for part, of_part in parts:
         part.addmm_(of_part.t().to(total.dtype), wide)
 
 
