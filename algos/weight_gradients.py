@@ -3,12 +3,14 @@
 Shapes: T tokens, R rows of the weight (its outputs), H columns (its inputs).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slipstream.algos.kernels import FusedOperator
 
-_CHUNK_BYTES = 16 * 2**20  # of float32, beside the total
+_CHUNK_BYTES = 16 * 2**20  # at most, of float32; the total is not among them
 _MIN_CHUNK_ROWS = 64  # however many tokens: a product of fewer rows is slow
 
 
@@ -30,6 +32,14 @@ def add_weight_gradient(total: Tensor, by_output: Tensor, inputs: Tensor) -> Non
         _add_chunks(total, by_output, inputs)
 
 
+def no_gradient(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what autograd is given for a weight whose gradient is in its total: no elements.
+
+    A sparse tensor of the weight's shape takes no memory, and hooks of the gradient run.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, layout=torch.sparse_coo, device=device)
+
+
 def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     torch.ops.aten.addmm.dtype_out(total, by_output.t(), inputs, total.dtype, out=total)
 
@@ -37,9 +47,9 @@ def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
 def _add_chunks(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     wide = inputs.to(total.dtype)
     rows = max(_CHUNK_BYTES // (4 * max(len(wide), 1)), _MIN_CHUNK_ROWS)
-    parts = zip(torch.split(total, rows), torch.split(by_output, rows, dim=1), strict=True)
-    for part, of_part in parts:
-        part.addmm_(of_part.t().to(total.dtype), wide)
+    for first in range(0, len(total), rows):
+        columns = by_output[:, first : first + rows]
+        total[first : first + rows].addmm_(columns.t().to(total.dtype), wide)
 
 
 _add_narrow = FusedOperator("weight gradients", kernel=_add_at_once, operators=_add_chunks)
