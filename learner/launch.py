@@ -25,6 +25,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
+from slipstream.learner.model.cuda_attention import choose_attention
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
@@ -174,6 +175,8 @@ class _Node:
             resumes=launch.resumes,
             begun_after=launch.begun_after,
         )
+        hf, dtype = policy.model.hf_config, policy.model.config.params_dtype
+        _log.info("attention: %s", choose_attention(hf, device.device(), dtype))
         node, clock = replace(self, settings=settings), PhaseClock()
         door = node._head_door(topology)
         with (

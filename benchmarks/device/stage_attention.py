@@ -8,11 +8,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
+from torch.nn import attention
 
-from benchmarks.device.report import ON_A_CPU, Report, run_stage
+from benchmarks.device.report import ON_A_CPU, Report, Skipped, run_stage
 from slipstream.learner.model.attention import group_by_length, grouped_attention
-from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention
+from slipstream.learner.model.cuda_attention import (
+    AttentionBounds,
+    choose_attention,
+    cuda_attention,
+    has_flash_4,
+)
 from slipstream.learner.model.rotary import Rotary
+from slipstream.wire.models.hf_config import HfConfig
 
 _OFF_BF16 = 2e-2  # relative to the largest value
 _OFF_F32 = 1e-5
@@ -47,6 +54,8 @@ def work(report: Report, _out: Path) -> None:
                 continue
             with report.part(f"varlen bfloat16 {name}"):
                 _compare_varlen(report, name, device, lengths, (heads, groups, channels))
+            with report.part(f"FlashAttention 4 {name}"):
+                _compare_flash_4(report, name, device, lengths, (heads, groups, channels))
 
 
 def _compare_rotary(report: Report) -> None:
@@ -130,6 +139,34 @@ def _compare_varlen(
     report.holds(f"varlen bfloat16 {name} twice, same bits", same)
 
 
+def _compare_flash_4(
+    report: Report,
+    name: str,
+    device: torch.device,
+    lengths: Sequence[int],
+    shape: tuple[int, int, int],
+) -> None:
+    """Compare FlashAttention 4 as torch's own kernel was, where it takes such heads."""
+    heads, groups, channels = shape
+    hf = HfConfig(
+        model_type="qwen2",
+        vocab_size=1,
+        hidden_size=heads * channels,
+        intermediate_size=1,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=channels,
+    )
+    report.fact(f"attention {name}", choose_attention(hf, device, torch.bfloat16))
+    if not has_flash_4():
+        raise Skipped("another kernel runs")
+    try:
+        _compare_varlen(report, f"FlashAttention 4 {name}", device, lengths, shape)
+    finally:
+        attention.restore_flash_attention_impl()
+
+
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
@@ -150,7 +187,7 @@ def _plain(lengths: Sequence[int], scale: float) -> Attention:
     """Return attention as one would write it down: one call per sequence, heads repeated."""
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         times = query.size(1) // key.size(1)
         key, value = (one.repeat_interleave(times, 1) for one in (key, value))
         parts = []
@@ -161,7 +198,7 @@ def _plain(lengths: Sequence[int], scale: float) -> Attention:
             parts.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(parts)
 
-    return attention
+    return attend
 
 
 def _with_gradients(attention: Attention, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,23 +1,29 @@
-"""Causal attention over packed sequences on a GPU: flash-attn, or torch's own kernel.
+"""Causal attention over packed sequences on a GPU: FlashAttention 4, flash-attn 2, or torch's own.
 
 Shapes: T tokens of B sequences; h query heads, g key and value heads, d channels per head.
 """
 
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
+from torch.nn import attention
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
+
+_FLASH_4 = "FA4"  # its name in torch's registry
+_AGREE = 0.03  # between kernels in bfloat16, relative and absolute
 
 
 class AttentionBounds(NamedTuple):
@@ -38,6 +44,76 @@ def has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
 
 
+def choose_attention(hf: HfConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose what computes attention in this process, and return its name for the log.
+
+    FlashAttention 4 comes first: it is written for Hopper and Blackwell, the others for Ampere.
+
+    Args:
+        hf: model; FlashAttention 4 is tried with its heads.
+        device: device of the model.
+        dtype: type of its weights.
+    """
+    like = torch.empty(0, device=device, dtype=dtype)
+    if not has_kernel(like):
+        return "torch's scaled_dot_product_attention"
+    refused = register_flash_4(lambda: _attempt(hf, like))
+    if not refused:
+        return "FlashAttention 4 under torch's varlen_attn"
+    other = "torch's own varlen_attn" if flash_attn_varlen_func is None else "flash-attn 2"
+    return f"{other}; FlashAttention 4 cannot be had: {refused}"
+
+
+def register_flash_4(attempt: Callable[[], Sequence[Tensor]]) -> str:
+    """Have torch's ``varlen_attn`` run FlashAttention 4; return the reason if it cannot, else "".
+
+    torch 2.11 and 2.13 can register it, and fail when they call releases newer than they are, as
+    torch 2.14 does not: it is tried, and its results are compared, before a model runs on it.
+
+    Args:
+        attempt: attention and its gradients, by whatever ``varlen_attn`` runs.
+    """
+    try:
+        importlib.import_module("flash_attn.cute")
+        before = attempt()
+        attention.activate_flash_attention_impl(_FLASH_4)
+        for ours, theirs in zip(attempt(), before, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=_AGREE, atol=_AGREE)
+    except Exception as error:  # noqa: BLE001 of torch's registry, or a compiler
+        if has_flash_4():
+            attention.restore_flash_attention_impl()
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
+
+
+def has_flash_4() -> bool:
+    """Return True if torch's ``varlen_attn`` runs FlashAttention 4."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # none in torch 2.10
+    return current is not None and current() == _FLASH_4
+
+
+def _attempt(hf: HfConfig, like: Tensor) -> list[Tensor]:
+    """Return attention of a few tokens and its gradients, with the heads of a model.
+
+    Of three sequences one has more keys than queries, and one has no queries.
+    """
+    queries, keys = (
+        like.new_tensor(ends, dtype=torch.int32) for ends in ([0, 3, 3, 5], [0, 4, 6, 8])
+    )
+    sizes = [(5, hf.num_attention_heads), (8, hf.num_query_groups), (8, hf.num_query_groups)]
+    given = [
+        (torch.arange(tokens * heads * hf.kv_channels, device=like.device) + number)
+        .sin()
+        .to(like.dtype)
+        .view(tokens, heads, -1)
+        .requires_grad_()
+        for number, (tokens, heads) in enumerate(sizes)
+    ]
+    bounds = AttentionBounds(queries, keys, 3, 4)
+    output = _varlen(given[0], given[1], given[2], bounds, hf.kv_channels**-0.5)
+    return [output, *torch.autograd.grad(output.float().square().sum(), given)]
+
+
 def cuda_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
 ) -> Tensor:
@@ -56,7 +132,7 @@ def cuda_attention(
     if width < query.size(-1):
         value = F.pad(value, (0, query.size(-1) - width))
         return cuda_attention(query, key, value, bounds, scale)[..., :width]
-    if flash_attn_varlen_func is not None:
+    if flash_attn_varlen_func is not None and not has_flash_4():
         flash: Tensor = flash_attn_varlen_func(
             query,
             key,
@@ -67,6 +143,12 @@ def cuda_attention(
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return flash
+    return _varlen(query, key, value, bounds, scale)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     chosen = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.algos.compose import Algorithm
+from slipstream.algos.kernels import replaced_calls
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepPlan, groups_of
 from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
@@ -88,6 +89,7 @@ class BatchTraining:
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
         figures |= self._policy.pipeline_figures()
+        figures["throughput/replaced_kernels"] = float(replaced_calls())
         if self._rollouts is not None:
             share = order.share(self._topology.data_parallel_rank)
             parts = [  # empty microbatches come last

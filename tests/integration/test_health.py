@@ -78,4 +78,5 @@ def test_a_learner_is_ready_while_it_trains_and_drains_until_it_has_saved(
     finally:
         learner.kill()
     assert "stopping; a second signal ends at once" in learner.log
+    assert "attention: torch's scaled_dot_product_attention" in learner.log
     assert newest_checkpoint(tmp_path / "runs" / "a") is not None

@@ -1,6 +1,8 @@
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -8,15 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import attention
 
 from slipstream.learner.model import cuda_attention as module
 from slipstream.learner.model.cuda_attention import (
     AttentionBounds,
+    choose_attention,
     cuda_attention,
+    has_flash_4,
     has_kernel,
+    register_flash_4,
     taken_by,
 )
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 QKV_AND_BOUNDS = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
 SIGNATURES = {
@@ -128,3 +135,123 @@ def test_what_the_kernels_do_not_take_is_computed_without_them():
     ]:
         with FakeTensorMode():
             assert has_kernel(torch.empty(5, 4, 2, device=device, dtype=dtype)) == runs_there
+
+
+@pytest.fixture
+def flash_4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give torch's registry stand-ins for the functions that it calls of FlashAttention 4."""
+    interface = ModuleType("flash_attn.cute.interface")
+    vars(interface).update(_flash_attn_fwd=flash, _flash_attn_bwd=flash)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    yield
+    if has_flash_4():
+        attention.restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("flash_4")
+def test_flash_attention_4_is_registered_under_varlen_attn(monkeypatch: pytest.MonkeyPatch):
+    assert register_flash_4(lambda: [torch.ones(2)]) == ""
+    assert attention.current_flash_attention_impl() == "FA4"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CUDA")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen := Varlen("2.13"))
+    monkeypatch.setattr(module, "flash_attn_varlen_func", flash)  # and comes before flash-attn 2
+    query, ends = torch.zeros(5, 4, 2), torch.tensor([0, 3, 5], dtype=torch.int32)
+    output = cuda_attention(query, query, query, AttentionBounds(ends, ends, 3, 3), 0.5)
+    assert output.equal(varlen.given["query"] + 1)
+
+
+def test_without_flash_attention_4_the_reason_is_its_import_error():
+    assert register_flash_4(list).startswith("ModuleNotFoundError: No module named 'flash_attn")
+    assert not has_flash_4()
+
+
+@pytest.mark.usefixtures("flash_4")
+def test_flash_attention_4_that_raises_or_disagrees_is_left():
+    def attempt() -> list[Tensor]:
+        if has_flash_4():
+            raise ValueError("too many values to unpack\nat some place")
+        return [torch.ones(2)]
+
+    assert register_flash_4(attempt) == "ValueError: too many values to unpack"
+    assert not has_flash_4()
+    refused = register_flash_4(lambda: [torch.ones(2) + 0.1 * has_flash_4()])
+    assert refused == "AssertionError: Tensor-likes are not close!"
+    assert not has_flash_4()
+
+
+@pytest.mark.usefixtures("flash_4")
+def test_a_torch_without_a_registry_of_attention_keeps_its_own(monkeypatch: pytest.MonkeyPatch):
+    for name in ("activate_flash_attention_impl", "current_flash_attention_impl"):
+        monkeypatch.delattr(attention, name)
+    refused = register_flash_4(lambda: [torch.ones(2)])
+    assert refused.startswith("AttributeError: ")
+    assert "activate_flash_attention_impl" in refused
+
+
+MODEL = HfConfig(
+    model_type="qwen2",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+@pytest.mark.usefixtures("flash_4")
+def test_flash_attention_4_is_tried_with_the_heads_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *bounds: Any,  # noqa: ANN401 as torch's
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        assert window_size == (-1, 0)
+        ends = zip(*(b.tolist() for b in bounds[:2]), strict=True)
+        parts = []
+        for (first, first_key), (end, end_key) in pairwise(ends):
+            q, k, v = query[first:end], key[first_key:end_key], value[first_key:end_key]
+            scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * scale
+            later = torch.ones_like(scores).triu(len(k) - len(q) + 1).bool()
+            weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    seen = []
+
+    def attempt() -> list[Tensor]:
+        seen.append(module._attempt(MODEL, torch.empty(0, dtype=torch.bfloat16)))
+        return seen[-1]
+
+    assert register_flash_4(attempt) == ""
+    assert len(seen) == 2, "by torch's own kernel, and by FlashAttention 4"
+    output, query, key, value = seen[0]
+    assert output.shape == query.shape == (5, 4, 8)
+    assert key.shape == value.shape == (8, 2, 8)
+    assert value.any(-1).any(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 2, "not queried"
+
+
+def test_the_log_names_what_computes_attention(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_attempt", lambda *_: [])  # no GPU to try it on
+
+    def chosen(device: str, dtype: torch.dtype) -> str:
+        with FakeTensorMode():
+            return choose_attention(MODEL, torch.device(device), dtype)
+
+    assert chosen("cpu", torch.bfloat16) == "torch's scaled_dot_product_attention"
+    assert chosen("cuda", torch.float32) == "torch's scaled_dot_product_attention"
+    missing = "; FlashAttention 4 cannot be had: ModuleNotFoundError: "
+    assert chosen("cuda", torch.bfloat16).startswith(f"torch's own varlen_attn{missing}")
+    monkeypatch.setattr(module, "flash_attn_varlen_func", flash)
+    assert chosen("cuda", torch.bfloat16).startswith(f"flash-attn 2{missing}")
+    request.getfixturevalue("flash_4")
+    assert chosen("cuda", torch.bfloat16) == "FlashAttention 4 under torch's varlen_attn"
