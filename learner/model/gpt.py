@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model import device, megatron_repairs
+from slipstream.learner.model import device, fused_gradients, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
@@ -42,6 +42,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
+fused_gradients.install()
 # Settings of [learner] in place of Megatron's names.
 _OWN_SETTINGS = {
     "sequence_parallel": "sequence_parallel",
@@ -50,14 +51,14 @@ _OWN_SETTINGS = {
     "recompute_num_layers": "recompute_layers",
     "recompute_modules": "recompute_modules",
 }
-# Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
-_NO_FUSIONS: dict[str, object] = {
+# Off where they need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them.
+_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
-    "gradient_accumulation_fusion": False,
+    "gradient_accumulation_fusion": True,
     "cross_entropy_loss_fusion": False,
 }
 
@@ -103,6 +104,9 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
         position_embedding_type="none",  # attention turns queries and keys by position id
         vp_stage=stage,
     )
+    if model.pre_process and config.gradient_accumulation_fusion:
+        words = model.embedding.word_embeddings
+        words.forward = types.MethodType(fused_gradients.embedded, words)
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     for layer in model.decoder.layers:
@@ -305,7 +309,7 @@ def _transformer_config(
     fixed["pipeline_dtype"] = dtype
     _refuse_fixed(extra, fixed)
     refuse_unknown_keys(hf, extra)
-    defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    defaults = {**_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
     try:
         return _config_class(hf)(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:
