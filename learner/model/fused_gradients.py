@@ -33,20 +33,17 @@ _TOTAL = "main_grad"  # Megatron's name, of weights that it trains
 
 def install() -> None:
     """Give Megatron's linear layers their fusion; a second call does nothing."""
-    if isinstance(getattr(layers, "fused_weight_gradient_mlp_cuda", None), SimpleNamespace):
+    names = vars(layers)
+    if names.get("get_dummy_wgrad") is _no_elements:
         return
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-        wgrad_gemm_accum_fp32=lambda inputs, by_output, total: add_weight_gradient(
-            total, by_output, inputs
-        )
-    )
-    layers._grad_accum_fusion_available = True
-    layers.HAVE_TE, layers.get_dummy_wgrad = (
-        True,
-        _no_elements,
-    )  # the latter is Transformer Engine's
-    layers.linear_with_grad_accumulation_and_async_allreduce = _where_there_is_a_total(
-        layers.linear_with_grad_accumulation_and_async_allreduce
+    names.update(
+        fused_weight_gradient_mlp_cuda=SimpleNamespace(wgrad_gemm_accum_fp32=_add),
+        _grad_accum_fusion_available=True,
+        get_dummy_wgrad=_no_elements,
+        HAVE_TE=True,  # only where it has that function does Megatron call it
+        linear_with_grad_accumulation_and_async_allreduce=_where_there_is_a_total(
+            layers.linear_with_grad_accumulation_and_async_allreduce
+        ),
     )
 
 
@@ -76,6 +73,11 @@ def embedded(layer: VocabParallelEmbedding, token_ids: Tensor) -> Tensor:
         divided = found.transpose(0, 1).contiguous()
         return reduce_scatter_to_sequence_parallel_region(divided, group=group)  # type: ignore[no-any-return]
     return reduce_from_tensor_model_parallel_region(found, group=group)  # type: ignore[no-any-return]
+
+
+def _add(inputs: Tensor, by_output: Tensor, total: Tensor) -> None:
+    """Replace Apex's function."""
+    add_weight_gradient(total, by_output, inputs)
 
 
 def _no_elements(shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> Tensor:  # noqa: ARG001
