@@ -52,6 +52,30 @@ def test_an_update_waits_for_its_device_once(tmp_path: Path):
                 reads = {"slipstream.learner.training.trainable:update": 1}
                 assert seen["reads"] == reads, (algorithm, name)
                 assert seen["calls"] == {"prepare_grads": 1, "gradient_norm": 1}
+                assert seen["before the weights change"] == 0
+
+
+def test_a_refused_update_changes_no_bit(tmp_path: Path):
+    experts = write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    tied = write_tiny_model(tmp_path / "tied", "qwen2")
+    ranks = start_ranks("support.ranks.refused", tied, tmp_path / "one", 1)
+    split = {"expert_parallel": 2}
+    ranks += start_ranks("support.ranks.refused", experts, tmp_path / "two", 2, **split)
+    outputs(ranks)
+    for name, world_size in LAYOUTS.items():
+        for report in reports(tmp_path / name, world_size):
+            assert len(report) == 6
+            for setting, seen in report.items():
+                (first, second, third), what = seen["refused"], (setting, name)
+                for _, unlike, same_rate in seen["refused"]:
+                    assert unlike == [], what
+                    assert same_rate, what
+                assert "loss is inf" in first[0], what
+                assert "gradient nan" in second[0], what
+                assert "loss is inf" in third[0], what
+                assert seen["steps"] == [2.0], what
+                assert seen["optimizers"] == world_size, "experts have their own"
+                assert seen["differ"] == [], "from what was never refused"
 
 
 def test_optimizer_settings_act(tmp_path: Path):
