@@ -25,10 +25,10 @@ from typing_extensions import override
 
 OTHER, PRODUCTS, ACCUMULATION, LOGITS, ROWS = "other", "products", "accumulation", "logits", "rows"
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
+_MOVING_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_MOVING_NOTHING |= {"set_", "_unsafe_view"}
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _GATHERING = {"gather", "index", "index_select", "embedding"}
-_SCATTERING = {"scatter_", "scatter_add_", "index_add_", "index_put_", "_index_put_impl_"}
 
 
 def memory(*tensors: Tensor | None) -> int:
@@ -123,47 +123,41 @@ class MovedBytes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # noqa: ANN001
         result = func(*args, **(kwargs or {}))
-        if not self._is_paused and func.namespace == "aten":
-            self._count(func, args, kwargs or {}, result)
-        return result
-
-    def _count(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object
-    ) -> None:
         name = func.overloadpacket.__name__
-        read, written = _operands(func, args, kwargs)
-        results = _tensors(result)
-        if name in _UNWRITTEN or (not written and results and _share_memory(read, results)):
-            return
-        written = written or results
+        if self._is_paused or func.namespace != "aten" or func.is_view or name in _MOVING_NOTHING:
+            return result
+        read, written = _operands(func, args, kwargs or {})
+        written = written or _tensors(result)
         if name in _PRODUCTS:
             self.add_product(name, read, written)
-            return
-        count = memory(*read) + memory(*written)
+        else:
+            self._add_operator(name, read, written)
+        return result
+
+    def _add_operator(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
         if name in _GATHERING:
-            count = 2 * memory(*written) + memory(*read[1:])
-        elif name in _SCATTERING:
-            count = 2 * memory(read[-1]) + memory(*read[1:])
+            read = [*written, *read[1:]]
         group = self._group()
         if group == OTHER and any(map(self._is_gradient, written)):
             group = ACCUMULATION
         elif group == LOGITS and not any(map(self._is_logits, (*read, *written))):
             group = ROWS
-        self.moved[group, name] += count
+        self.moved[group, name] += memory(*read) + memory(*written)
 
 
 def _operands(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that an operator reads, and those of its arguments that it writes."""
-    arguments, name = func._schema.arguments, func.overloadpacket.__name__
-    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    name = func.overloadpacket.__name__
+    values = iter(args)
     read: list[Tensor] = []
     written: list[Tensor] = []
-    for argument in arguments:
-        tensors = _tensors(given.get(argument.name))
+    for argument in func._schema.arguments:
+        value = kwargs.get(argument.name) if argument.kwarg_only else next(values, None)
+        tensors = _tensors(value)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if argument.name == "grads" and given.get("grad_scale") is None:
+        if argument.name == "grads" and kwargs.get("grad_scale") is None:
             is_written = False  # fused Adam writes gradients to scale them, and else never
         written += tensors if is_written else []
         if not is_written or not (argument.is_out or name in _OVERWRITING):
@@ -173,11 +167,6 @@ def _operands(
 
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _share_memory(some: list[Tensor], others: list[Tensor]) -> bool:
-    pointers = {tensor.untyped_storage().data_ptr() for tensor in some}
-    return all(tensor.untyped_storage().data_ptr() in pointers for tensor in others)
 
 
 class OneOperator(torch.autograd.Function):
@@ -191,8 +180,7 @@ class OneOperator(torch.autograd.Function):
         ctx.counter, ctx.function, ctx.size = counter, function, sizes[1]
         ctx.save_for_backward(*given)
         with counter.paused():
-            result: Tensor = function(*given)
-            return result
+            return function(*given)  # type: ignore[no-any-return]  # given as any function
 
     @staticmethod
     @override

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from slipstream.algos import linear_logprobs
+from slipstream.algos import weight_gradients
+from slipstream.algos.logprobs import linear_logprobs, sampling
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.wire.models.hf_config import HfConfig
@@ -27,7 +28,7 @@ from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.tiny_models import write_tiny_model
 
 _VOCABULARY = 700  # no multiple of a block
-_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9), (10, 11, 12, 13, 14))  # of sequences
+_MICROBATCHES = ((0, 1, 2, 3), (4, 5, 6, 7))  # of sequences of 10 tokens
 
 
 def _group(counter: MovedBytes) -> None:
@@ -64,6 +65,11 @@ def _compute_as_a_gpu(counter: MovedBytes) -> None:
         counter.add_product("product", [left, right], [result])
         return result
 
+    def add_product(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
+        with counter.paused():
+            total.addmm_(by_output.t().to(total.dtype), inputs.to(total.dtype))
+        counter.add_product("addmm", [total, by_output, inputs], [total])
+
     def normed(x: Tensor, _shape: object, weight: Tensor, eps: float) -> Tensor:
         def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
             return torch.rms_norm(x, weight.shape, weight, eps)
@@ -84,7 +90,9 @@ def _compute_as_a_gpu(counter: MovedBytes) -> None:
         return OneOperator.apply(counter, attend_packed, sizes, query, key, value)
 
     F.rms_norm = normed
-    linear_logprobs._product = product
+    sampling.product = product
+    weight_gradients._add_chunks = add_product
+    linear_logprobs.KEPT_BYTES = 0  # as with the logits of many tokens
     attention.has_kernel = lambda query: query.dtype == torch.bfloat16
     attention.cuda_attention = attend
 
@@ -118,15 +126,15 @@ def main(work: Path) -> None:
     settings = settings_of(folder, learner, {})
     policy = build_policy(settings, algorithm_of(settings), topology)
     use_fused_kernels(policy._optimizer)
-    batches, plan = bigrams.minibatch(*_MICROBATCHES)
-    sequences = bigrams.sequences(max(plan.members) + 1)
-    tokens = [len(batch.token_ids) for batch in batches]
+    tokens = [0]
 
-    def step() -> None:
-        data, algorithm = random_outcomes(sequences), algorithm_of(settings)
-        train_step(policy, [batches], [plan], data, algorithm, PhaseClock())
+    def step(*microbatches: tuple[int, ...]) -> None:
+        batches, plan = bigrams.minibatch(*microbatches)
+        data = random_outcomes(bigrams.sequences(max(plan.members) + 1))
+        tokens[:] = [len(batch.token_ids) for batch in batches]
+        train_step(policy, [batches], [plan], data, algorithm_of(settings), PhaseClock())
 
-    step()  # makes the optimizer's state
+    step(*_MICROBATCHES[:1])  # makes the optimizer's state
     counter = MovedBytes(
         is_logits=lambda tensor: tensor.shape == (tokens[0], _VOCABULARY),
         gradients=policy._gradient_buffers(),
@@ -135,7 +143,7 @@ def main(work: Path) -> None:
     _compute_as_a_gpu(counter)
     count_kernels(counter)
     with counter:
-        step()
+        step(*_MICROBATCHES)
     parameters = sum(weight.numel() for weight in policy.model.parameters())
     units = _units(policy.model.hf_config, sum(tokens), parameters)
     for (group, name), count in sorted(counter.moved.items()):
