@@ -2,7 +2,7 @@
 
 The output layer keeps its weights, its place in checkpoints and its gradients, but passes its input
 on: log-probabilities are computed for a part of the vocabulary at a time
-(algos/linear_logprobs.py).
+(algos/logprobs/linear_logprobs.py).
 
 Shapes: T tokens of B sequences laid end to end, T' with padding, divided over c ranks of context
 parallelism; H hidden size, V the vocabulary padded to a multiple of tp.

@@ -13,13 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.algos.compose import PolicyOutputs
-from slipstream.algos.linear_logprobs import (
-    Kept,
-    OutputLayer,
+from slipstream.algos.logprobs.linear_logprobs import (
     Reference,
     linear_logprobs,
     squared_probabilities,
 )
+from slipstream.algos.logprobs.sampling import Kept, OutputLayer
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.gpt import output_weight

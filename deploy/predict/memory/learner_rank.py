@@ -34,7 +34,7 @@ from slipstream.wire.models.families.tables import Parameter, Sizes, Table
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 
-CHUNK_BYTES = 64 * 2**20  # equal to slipstream.algos.linear_logprobs, which needs torch
+CHUNK_BYTES = 64 * 2**20  # equal to slipstream.algos.logprobs.linear_logprobs, which needs torch
 CUDA_CHUNK_BYTES = 512 * 2**20  # equal to the same module
 MIN_CHUNK_COLUMNS = 1024  # equal to the same module
 HOST_OPTIMIZER = "optimizer on the host"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algos import linear_logprobs
+from slipstream.algos.logprobs import linear_logprobs
 from slipstream.algos.section import AlgoSection
 from slipstream.deploy.predict.memory import learner_rank as memory
 from slipstream.deploy.predict.memory.gpu import learner_memory
