@@ -3,6 +3,8 @@
 Shapes: T tokens, R rows of the weight (its outputs), H columns (its inputs).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,14 @@ def add_weight_gradient(total: Tensor, by_output: Tensor, inputs: Tensor) -> Non
         _add_narrow(total, total, by_output, inputs)
     else:
         _add_chunks(total, by_output, inputs)
+
+
+def no_gradient(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what autograd is given for a weight whose gradient is in its total: no elements.
+
+    A sparse tensor of the weight's shape takes no memory, and hooks of the gradient run.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, layout=torch.sparse_coo, device=device)
 
 
 def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:

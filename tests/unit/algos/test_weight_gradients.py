@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from slipstream.algos import weight_gradients
-from slipstream.algos.weight_gradients import add_weight_gradient
+from slipstream.algos.weight_gradients import add_weight_gradient, no_gradient
 
 
 class Made(TorchDispatchMode):
@@ -47,6 +47,38 @@ def test_the_gradient_is_added_as_in_float64(shape: tuple[int, int, int], dtype:
     expected = total.double() + by_output.double().t() @ inputs.double()
     add_weight_gradient(total, by_output, inputs)
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_of_products_is_nearer_than_one_of_rounded_products():
+    by_output, inputs = sides(64, 30, 20, torch.bfloat16)
+    total, rounded, right = torch.zeros(30, 20), torch.zeros(30, 20), torch.zeros(30, 20).double()
+    for part in range(0, 64, 8):
+        output, given = by_output[part : part + 8], inputs[part : part + 8]
+        add_weight_gradient(total, output, given)
+        rounded += output.t() @ given
+        right += output.double().t() @ given.double()
+    assert (total - right).norm() < 1e-3 * (rounded - right).norm()
+
+
+def test_autograd_takes_no_gradient_for_one_and_runs_hooks():
+    weight, seen = torch.nn.Parameter(torch.ones(3, 2)), []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(_context: object, weight: Tensor) -> Tensor:
+            return weight.sum()
+
+        @staticmethod
+        def backward(_context: object, *_by_output: Tensor) -> Tensor:
+            return no_gradient(weight.shape, weight.dtype, weight.device)
+
+    weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad))
+    (Keeps.apply(weight) + Keeps.apply(weight)).backward()
+    (gradient,) = seen
+    assert (gradient.shape, gradient._nnz()) == (weight.shape, 0)
+    (Keeps.apply(weight) + 3 * weight.sum()).backward()
+    assert weight.grad is not None
+    assert torch.full((3, 2), 3.0).equal(weight.grad.to_dense())
 
 
 def test_gradients_of_other_layouts_and_some_rows_of_a_total():
