@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.algos.kernels import FusedOperator
 
-_CHUNK_BYTES = 16 * 2**20  # of float32, beside the total
+_CHUNK_BYTES = 16 * 2**20  # at most, of float32; the total is not among them
 _MIN_CHUNK_ROWS = 64  # however many tokens: a product of fewer rows is slow
 
 
@@ -47,9 +47,9 @@ def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
 def _add_chunks(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     wide = inputs.to(total.dtype)
     rows = max(_CHUNK_BYTES // (4 * max(len(wide), 1)), _MIN_CHUNK_ROWS)
-    parts = zip(torch.split(total, rows), torch.split(by_output, rows, dim=1), strict=True)
-    for part, of_part in parts:
-        part.addmm_(of_part.t().to(total.dtype), wide)
+    for first in range(0, len(total), rows):
+        columns = by_output[:, first : first + rows]
+        total[first : first + rows].addmm_(columns.t().to(total.dtype), wide)
 
 
 _add_narrow = FusedOperator("weight gradients", kernel=_add_at_once, operators=_add_chunks)

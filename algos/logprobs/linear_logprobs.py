@@ -40,7 +40,7 @@ from slipstream.algos.logprobs.logits import (
     statistics,
 )
 from slipstream.algos.logprobs.sampling import Kept, OutputLayer, Sampling
-from slipstream.algos.weight_gradients import add_weight_gradient
+from slipstream.algos.weight_gradients import add_weight_gradient, no_gradient
 
 _COMPILES = torch.__version__ >= "2.13"
 CHUNK_BYTES = 64 * 2**20  # size of one chunk's logits in float32, on a CPU
@@ -258,6 +258,8 @@ class _LinearLogprobs(torch.autograd.Function):
             elif needs_weight and ctx.gradient is not None:
                 add_weight_gradient(ctx.gradient[columns], sent, hidden)
         by_hidden = None if by_hidden is None else by_hidden.to(hidden.dtype)
+        if needs_weight and ctx.gradient is not None:
+            by_weight = no_gradient(weight.shape, weight.dtype, weight.device)
         return by_hidden, by_weight, None, None, None, None, None, None, None
 
 

@@ -1,6 +1,6 @@
 """What is computed from a chunk of logits: statistics of its columns, and their gradient.
 
-Each has two forms: a Triton kernel that reads the logits once (logit_kernels.py), and torch's
+Each has two forms: a Triton kernel that reads the logits once (triton_logits.py), and torch's
 operators, which take a few rows at a time, so that all but the first read of them meet a cache.
 
 Shapes: T tokens, c columns of the chunk.
@@ -54,9 +54,9 @@ class LogitGradients:
 
 
 def _statistics_by_kernel(chunk: Chunk) -> Tensor:
-    from slipstream.algos.logprobs import logit_kernels  # needs Triton
+    from slipstream.algos.logprobs import triton_logits  # needs Triton
 
-    return logit_kernels.statistics(chunk)
+    return triton_logits.statistics(chunk)
 
 
 def _statistics_by_operators(chunk: Chunk) -> Tensor:
@@ -100,9 +100,9 @@ entropy, log of the reference's sum of exp (0 without one), KL. The logits stay 
 
 
 def _gradients_by_kernel(chunk: Chunk, rows: LogitGradients, dtype: torch.dtype) -> Tensor:
-    from slipstream.algos.logprobs import logit_kernels  # needs Triton
+    from slipstream.algos.logprobs import triton_logits  # needs Triton
 
-    return logit_kernels.gradients(chunk, rows, dtype)
+    return triton_logits.gradients(chunk, rows, dtype)
 
 
 def _gradients_by_operators(chunk: Chunk, rows: LogitGradients, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,9 @@ class OutputLayer:
     group: dist.ProcessGroup | None = None  # ranks that the rows are split over
     vocab_size: int | None = None  # rows from here on are padding, with probability 0
     barred_ids: tuple[int, ...] = ()  # tokens with probability 0 where ``barred`` is True
-    gradient: Tensor | None = None  # [V/tp, H] float32, added to in place of autograd's gradient
+    gradient: Tensor | None = (
+        None  # [V/tp, H] float32 that the weight's is added to, not autograd's
+    )
 
     @property
     def split(self) -> dist.ProcessGroup | None:

@@ -166,7 +166,8 @@ def _operands(
 
 
 def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]  # others have no elements
 
 
 class OneOperator(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 Shapes: T rows, c columns. Logits are [T, c] float32 or float64, their columns next to one another.
 """
+# ruff: noqa: ANN001, ANN201, ANN202, N803 - Triton's language has types and names of its own
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
 import triton
