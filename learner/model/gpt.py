@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model import device, megatron_repairs
+from slipstream.learner.model import device, fused_gradients, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
@@ -43,6 +43,7 @@ from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
 install_swiglu()
+fused_gradients.install()
 # Settings of [learner] in place of Megatron's names.
 _OWN_SETTINGS = {
     "sequence_parallel": "sequence_parallel",
@@ -59,7 +60,7 @@ _FUSIONS: dict[str, object] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
-    "gradient_accumulation_fusion": False,
+    "gradient_accumulation_fusion": True,
     "cross_entropy_loss_fusion": False,
 }
 # Settings with which an MLP computes other than plain SwiGLU; a fusion would refuse or ignore them.
@@ -107,6 +108,9 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
         position_embedding_type="none",  # attention turns queries and keys by position id
         vp_stage=stage,
     )
+    if model.pre_process and config.gradient_accumulation_fusion:
+        words = model.embedding.word_embeddings
+        words.forward = types.MethodType(fused_gradients.embedded, words)
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     for layer in model.decoder.layers:

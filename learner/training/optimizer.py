@@ -17,7 +17,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW, no_updates
 
 MegatronOptimizer = Any  # megatron is untyped
-_OF_CLIPPING = 1e-6  # Megatron's, and torch's: added to a norm that divides
+_OF_CLIPPING = 1e-6  # added to a norm that divides, as in Megatron
 _HYBRID_SETTINGS = (
     "offload_fraction",
     "cpu_optimizer_cls",
@@ -204,6 +204,6 @@ def _updating(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers that update weights: of a hybrid one, those inside of it."""
     updating: list[Any] = []
     for inner in _torch_optimizers(optimizer):
-        if inner is not None:  # where a rank trains nothing
+        if inner is not None:  # None where a rank trains nothing
             updating += getattr(inner, "sub_optimizers", [inner])
     return [inner for inner in updating if inner.param_groups]

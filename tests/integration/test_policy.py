@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from safetensors.torch import load_file
@@ -76,6 +77,39 @@ def test_a_refused_update_changes_no_bit(tmp_path: Path):
                 assert seen["steps"] == [2.0], what
                 assert seen["optimizers"] == world_size, "experts have their own"
                 assert seen["differ"] == [], "from what was never refused"
+
+
+# The output layer's is made by linear_logprobs, tied or not; a router has few rows.
+STILL_MADE = ("output_layer.weight", "embedding.word_embeddings.weight", "mlp.router.weight")
+FUSED = {
+    "tied": ("qwen2", 1, {}),
+    "stages": ("qwen2", 2, {"pipeline_parallel": 2}),
+    "experts": ("qwen3_moe", 2, {"expert_parallel": 2, "overlap_grad_reduce": True}),
+    "divided": (
+        "qwen3",
+        2,
+        {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    ),
+    "again": ("llama", 2, {"recompute": "full", "overlap_grad_reduce": True}),
+}
+
+
+def test_gradients_of_weights_are_added_to_their_totals_and_made_nowhere(tmp_path: Path):
+    ranks: list[Popen[str]] = []
+    for name, (family, world_size, learner) in FUSED.items():
+        model = write_tiny_model(tmp_path / f"{name} model", family, vocab_size=150)
+        program = "support.ranks.fused_gradients"
+        ranks += start_ranks(program, model, tmp_path / name, world_size, **learner)
+    outputs(ranks)
+    for name, (_, world_size, _) in FUSED.items():
+        for report in reports(tmp_path / name, world_size):
+            for what in ("gradients", "weights"):
+                assert report["float32"][what] < 1e-6, (name, what)
+            assert 1e-4 < report["bfloat16"]["gradients"] < 4e-3, "it rounds each to 8 bits"
+            for dtype in ("float32", "bfloat16"):
+                made = report[f"{dtype}, fused"]
+                assert all(one.endswith(STILL_MADE) for one in made), (name, dtype, made)
+                assert len(report[f"{dtype}, unfused"]) > 5 + len(made), (name, dtype)
 
 
 def test_optimizer_settings_act(tmp_path: Path):
