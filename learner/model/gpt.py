@@ -52,7 +52,8 @@ _OWN_SETTINGS = {
     "recompute_num_layers": "recompute_layers",
     "recompute_modules": "recompute_modules",
 }
-# Off where they need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them.
+# Fusions, which [learner.megatron] can switch: an operator of this project computes SwiGLU, and the
+# others need Transformer Engine, Apex or a GPU.
 _FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
     "bias_activation_fusion": True,
