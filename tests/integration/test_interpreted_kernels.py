@@ -10,7 +10,12 @@ from tests.conftest import ROOT
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
-FILES = ("tests/unit/algos/test_linear_logprobs.py", "tests/unit/algos/test_golden_logprobs.py")
+FILES = (
+    "tests/unit/algos/test_linear_logprobs.py",
+    "tests/unit/algos/test_golden_logprobs.py",
+    "tests/unit/learner/model/test_rotary.py",
+    "tests/unit/learner/model/test_swiglu.py",
+)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -22,7 +22,7 @@ def turned(
     result = heads.new_empty(heads.shape)
     columns = triton.next_power_of_2(half)
     rows = min(triton.next_power_of_2(count), max(_MOST_WARPS * _PER_WARP // columns, 1))
-    _turn[(tokens, triton.cdiv(count, rows))](
+    rotary_turn[(tokens, triton.cdiv(count, rows))](
         heads,
         cos.contiguous(),
         sin.contiguous(),
@@ -43,7 +43,7 @@ def turned(
 
 
 @triton.jit
-def _turn(
+def rotary_turn(
     heads,
     cos,
     sin,

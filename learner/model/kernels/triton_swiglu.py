@@ -17,7 +17,7 @@ def forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
     """Return the product [T, I]."""
     rows, inner = gate_up.size(0), gate_up.size(1) // 2
     product = gate_up.new_empty(rows, inner)
-    _forward[(rows,)](
+    swiglu_forward[(rows,)](
         gate_up,
         weight,
         product,
@@ -36,7 +36,7 @@ def backward(
     rows, inner = gradient.shape
     of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     of_weight = None if weight is None else weight.new_empty(rows, 1)
-    _backward[(rows,)](
+    swiglu_backward[(rows,)](
         gradient,
         gate_up,
         weight,
@@ -57,7 +57,7 @@ def _columns(inner: int) -> int:
 
 
 @triton.jit
-def _forward(
+def swiglu_forward(
     gate_up, weight, product, row_stride, column_stride, weight_stride, inner, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +74,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def swiglu_backward(
     gradient,
     gate_up,
     weight,
