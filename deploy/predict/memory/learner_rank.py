@@ -201,7 +201,7 @@ def _stage(
             is_last=stage + 1 == learner.sizes.pipeline,
             policies=2 if settings.algo.kl.get("name") == "full" else 1,
         ),
-        MemoryPart("one gradient", element * trained.largest, f"{element} x the largest parameter"),
+        _one_gradient(trained, settings, element),
     ]
     all_weights = own.count + (trained.count if settings.lora.is_on else 0)
     parts = [
@@ -239,6 +239,16 @@ def _stage(
             MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
         )
     return parts
+
+
+def _one_gradient(trained: RankParameters, settings: LearnerSettings, element: int) -> MemoryPart:
+    """Return the gradient that is made before it is added to its total; adapters' are not fused."""
+    is_fused = settings.learner.megatron.get("gradient_accumulation_fusion", True)
+    if is_fused and not settings.lora.is_on:
+        return MemoryPart("one gradient", 0, "added to its total as it is computed")
+    return MemoryPart(
+        "one gradient", element * trained.largest, f"{element} x the largest parameter"
+    )
 
 
 def _critic(

@@ -228,6 +228,15 @@ def test_the_output_layer_takes_memory_on_the_last_stage_and_the_relay_on_the_fi
     assert first["weight relay"] == 4 * WeightBusSection().bucket_bytes
 
 
+def test_a_gradient_is_made_where_it_is_not_added_to_its_total_as_it_is_computed():
+    assert parts_of(SMALL)["one gradient"] == 0
+    unfused = {"gradient_accumulation_fusion": False}
+    assert parts_of(SMALL, on_gpu=True, megatron=unfused)["one gradient"] == 2 * 2 * 12 * 8
+    adapted = msgspec.structs.replace(settings(), lora=LoraSection(rank=2))
+    ((*parts,),) = learner_stages(SMALL, adapted, on_gpu=False)
+    assert {part.what: part.num_bytes for part in parts}["one gradient"] == 4 * 2 * 12
+
+
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
     for name in ("CHUNK_BYTES", "CUDA_CHUNK_BYTES", "MIN_CHUNK_COLUMNS", "KEPT_BYTES"):
         assert getattr(memory, name) == getattr(linear_logprobs, name)
