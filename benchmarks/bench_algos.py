@@ -62,7 +62,8 @@ def plain(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor
 
 
 def ours(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor, Tensor]":
-    from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
+    from slipstream.algos.logprobs.linear_logprobs import linear_logprobs
+    from slipstream.algos.logprobs.sampling import OutputLayer
 
     computed = linear_logprobs(hidden, OutputLayer(weight=weight), target)
     return computed.logprobs, computed.entropy

@@ -17,8 +17,8 @@ IDLE, OTHER = "idle", "other"
 # update's norm of the gradient comes before norms of the model.
 _PATTERNS = (
     ("logits", r"logit_"),
-    ("MLP", r"swiglu|silu|^_(forward|backward)$"),
-    ("rotary", r"rotary|rope|^_turn$"),
+    ("MLP", r"swiglu|silu"),
+    ("rotary", r"rotary|rope"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("products", r"gemm|gemv|nvjet|cublas|xmma|cutlass|split_?k|\b(add)?b?mm(_dtype)?\b"),
     ("update", r"adam|multi_tensor|foreach"),

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.algos.linear_logprobs import Kept
+from slipstream.algos.logprobs.sampling import Kept
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import DType, PackedArray
 from slipstream.wire.messages.trajectory import (

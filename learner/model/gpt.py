@@ -2,7 +2,7 @@
 
 The output layer keeps its weights, its place in checkpoints and its gradients, but passes its input
 on: log-probabilities are computed for a part of the vocabulary at a time
-(algos/linear_logprobs.py).
+(algos/logprobs/linear_logprobs.py).
 
 Shapes: T tokens of B sequences laid end to end, T' with padding, divided over c ranks of context
 parallelism; H hidden size, V the vocabulary padded to a multiple of tp.
@@ -27,14 +27,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model import device, megatron_repairs
+from slipstream.learner.model import device, fused_gradients, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import HeadShares, TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
 from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
-from slipstream.learner.model.layers import layer_specs
+from slipstream.learner.model.layers import install_swiglu, layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.parallel import ParallelSizes
@@ -42,6 +42,8 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
+install_swiglu()
+fused_gradients.install()
 # Settings of [learner] in place of Megatron's names.
 _OWN_SETTINGS = {
     "sequence_parallel": "sequence_parallel",
@@ -50,16 +52,19 @@ _OWN_SETTINGS = {
     "recompute_num_layers": "recompute_layers",
     "recompute_modules": "recompute_modules",
 }
-# Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
-_NO_FUSIONS: dict[str, object] = {
+# Fusions, which [learner.megatron] can switch: an operator of this project computes SwiGLU, and the
+# others need Transformer Engine, Apex or a GPU.
+_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
+    "bias_activation_fusion": True,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
-    "gradient_accumulation_fusion": False,
+    "gradient_accumulation_fusion": True,
     "cross_entropy_loss_fusion": False,
 }
+# Settings with which an MLP computes other than plain SwiGLU; a fusion would refuse or ignore them.
+_OTHER_ACTIVATIONS = {"activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func"}
 
 
 def build_model(
@@ -103,6 +108,9 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
         position_embedding_type="none",  # attention turns queries and keys by position id
         vp_stage=stage,
     )
+    if model.pre_process and config.gradient_accumulation_fusion:
+        words = model.embedding.word_embeddings
+        words.forward = types.MethodType(fused_gradients.embedded, words)
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     for layer in model.decoder.layers:
@@ -305,7 +313,9 @@ def _transformer_config(
     fixed["pipeline_dtype"] = dtype
     _refuse_fixed(extra, fixed)
     refuse_unknown_keys(hf, extra)
-    defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    defaults = {**_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    if not _OTHER_ACTIVATIONS.isdisjoint(extra):
+        defaults["bias_activation_fusion"] = False
     try:
         return _config_class(hf)(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:

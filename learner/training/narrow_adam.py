@@ -63,6 +63,8 @@ class NarrowAdamW(torch.optim.AdamW):
             [state["step"]],
             foreach=False,
             fused=fused,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=True,
             amsgrad=False,
             beta1=beta1,

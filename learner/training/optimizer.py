@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -18,6 +17,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW, no_updates
 
 MegatronOptimizer = Any  # megatron is untyped
+_OF_CLIPPING = 1e-6  # added to a norm that divides, as in Megatron
 _HYBRID_SETTINGS = (
     "offload_fraction",
     "cpu_optimizer_cls",
@@ -67,7 +67,7 @@ def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
         if isinstance(inner, torch.optim.Adam):
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
-            put_steps_in_place(optimizer)
+    put_steps_in_place(optimizer)
 
 
 def narrow_moments(optimizer: MegatronOptimizer) -> None:
@@ -168,16 +168,26 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     return total.sqrt()
 
 
-def step_with(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Clip the prepared gradients, which have this norm, and update the weights."""
-    for part in _parts(optimizer):
-        if part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(
-                part.get_parameters(),
-                part.config.clip_grad,
-                norm,
-                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+@torch.no_grad()
+def step_with(optimizer: MegatronOptimizer, norm: Tensor, is_bad: Tensor) -> None:
+    """Clip the prepared gradients and update the weights, in one pass of fused AdamW.
+
+    Without weights on the host, nothing waits for the device.
+
+    Args:
+        optimizer: its torch optimizers have fused kernels.
+        norm: [] of the prepared gradients, over all ranks of the model.
+        is_bad: [] 1.0 where weights and optimizer must not change, 0.0 elsewhere; equal on all
+            ranks.
+    """
+    clip = optimizer.config.clip_grad
+    scale = ((norm + _OF_CLIPPING) / clip).clamp(min=1.0).float() if clip > 0.0 else None
+    wanted = {norm.device: (scale, is_bad.float())}
+    for inner in _updating(optimizer):
+        place = inner.param_groups[0]["params"][0].device
+        if place not in wanted:  # a copy without a wait could be read before it is there
+            wanted[place] = (None if scale is None else scale.to(place), is_bad.float().to(place))
+        inner.grad_scale, inner.found_inf = wanted[place]
     optimizer.step_with_ready_grads()
 
 
@@ -188,3 +198,12 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in _parts(optimizer)]
+
+
+def _updating(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizers that update weights: of a hybrid one, those inside of it."""
+    updating: list[Any] = []
+    for inner in _torch_optimizers(optimizer):
+        if inner is not None:  # None where a rank trains nothing
+            updating += getattr(inner, "sub_optimizers", [inner])
+    return [inner for inner in updating if inner.param_groups]

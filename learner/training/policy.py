@@ -13,15 +13,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.algos.compose import PolicyOutputs
-from slipstream.algos.linear_logprobs import (
-    Kept,
-    OutputLayer,
+from slipstream.algos.logprobs.linear_logprobs import (
     Reference,
     linear_logprobs,
     squared_probabilities,
 )
+from slipstream.algos.logprobs.sampling import Kept, OutputLayer
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
+from slipstream.learner.model.fused_gradients import main_gradient_of
 from slipstream.learner.model.gpt import output_weight
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
@@ -301,11 +301,13 @@ class Policy(Trainable[PolicyOutputs]):
 
 def output_layer(model: RankModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
     """Return a model's output layer in the form that a batch uses."""
+    weight = output_weight(model)
     return OutputLayer(
-        weight=output_weight(model),
+        weight=weight,
         group=topology.tensor_group,
         vocab_size=model.hf_config.vocab_size,
         barred_ids=batch.end_token_ids if batch.end_barred is not None else (),
+        gradient=main_gradient_of(weight, model.config),
     )
 
 

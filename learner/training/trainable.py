@@ -20,7 +20,6 @@ from slipstream.algos.diagnostics import Sums, add_sums
 from slipstream.learner.batches.orders import NonFiniteError
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.offload import Offload, Tenant, storage_id
@@ -169,8 +168,9 @@ class Trainable(Head[Output]):
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
-        The host waits for the GPU once, for all figures together; with pipeline stages once more,
-        for the last stage's results. Further tenants stay on the device for the loss.
+        The host waits for the GPU once, after the update, for all figures together; with pipeline
+        stages once more, for the last stage's results. Further tenants stay on the device for the
+        loss.
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
@@ -189,20 +189,21 @@ class Trainable(Head[Output]):
             return loss
 
         self.passes.train(batches, loss_of)
-        summed = self._summed(totals)
         overflow = self._optimizer.prepare_grads()
         norm = gradient_norm(self._optimizer).double()
-        is_bad = (~torch.isfinite(torch.stack([summed["loss"], norm])).all() | overflow).double()
+        mine = [norm, totals["loss"].double()] if totals else [norm]  # the last stage has a loss
+        is_bad = (~torch.isfinite(torch.stack(mine)).all() | overflow).double()
         if self._topology.world_size > 1:
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        self._offload.use(self.weights, self._gradients, self._state)
+        step_with(self._optimizer, norm, is_bad)
+        summed = self._summed(totals)
         *values, grad_norm, any_bad = torch.stack([*summed.values(), norm, is_bad]).tolist()
         figures = dict(zip(summed, values, strict=True))
         if any_bad:
             raise NonFiniteError(
                 f"the loss is {figures['loss']:g}, the norm of its gradient {grad_norm:g}"
             )
-        self._offload.use(self.weights, self._gradients, self._state)
-        step_with(self._optimizer, grad_norm)
         return figures, grad_norm
 
     def _summed(self, totals: Sums) -> Sums:
@@ -267,8 +268,7 @@ def _optimizer_of(
         gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
     if settings.moments_dtype == "bfloat16":
         narrow_moments(optimizer)
-    if device.device().type == "cuda":
-        use_fused_kernels(optimizer)
+    use_fused_kernels(optimizer)
     return optimizer
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from safetensors.torch import load_file
@@ -52,6 +53,63 @@ def test_an_update_waits_for_its_device_once(tmp_path: Path):
                 reads = {"slipstream.learner.training.trainable:update": 1}
                 assert seen["reads"] == reads, (algorithm, name)
                 assert seen["calls"] == {"prepare_grads": 1, "gradient_norm": 1}
+                assert seen["before the weights change"] == 0
+
+
+def test_a_refused_update_changes_no_bit(tmp_path: Path):
+    experts = write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    tied = write_tiny_model(tmp_path / "tied", "qwen2")
+    ranks = start_ranks("support.ranks.refused", tied, tmp_path / "one", 1)
+    split = {"expert_parallel": 2}
+    ranks += start_ranks("support.ranks.refused", experts, tmp_path / "two", 2, **split)
+    outputs(ranks)
+    for name, world_size in LAYOUTS.items():
+        for report in reports(tmp_path / name, world_size):
+            assert len(report) == 6
+            for setting, seen in report.items():
+                (first, second, third), what = seen["refused"], (setting, name)
+                for _, unlike, same_rate in seen["refused"]:
+                    assert unlike == [], what
+                    assert same_rate, what
+                assert "loss is inf" in first[0], what
+                assert "gradient nan" in second[0], what
+                assert "loss is inf" in third[0], what
+                assert seen["steps"] == [2.0], what
+                assert seen["optimizers"] == world_size, "experts have their own"
+                assert seen["differ"] == [], "from what was never refused"
+
+
+# The output layer's is made by linear_logprobs, tied or not; a router has few rows.
+STILL_MADE = ("output_layer.weight", "embedding.word_embeddings.weight", "mlp.router.weight")
+FUSED = {
+    "tied": ("qwen2", 1, {}),
+    "stages": ("qwen2", 2, {"pipeline_parallel": 2}),
+    "experts": ("qwen3_moe", 2, {"expert_parallel": 2, "overlap_grad_reduce": True}),
+    "divided": (
+        "qwen3",
+        2,
+        {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    ),
+    "again": ("llama", 2, {"recompute": "full", "overlap_grad_reduce": True}),
+}
+
+
+def test_gradients_of_weights_are_added_to_their_totals_and_made_nowhere(tmp_path: Path):
+    ranks: list[Popen[str]] = []
+    for name, (family, world_size, learner) in FUSED.items():
+        model = write_tiny_model(tmp_path / f"{name} model", family, vocab_size=150)
+        program = "support.ranks.fused_gradients"
+        ranks += start_ranks(program, model, tmp_path / name, world_size, **learner)
+    outputs(ranks)
+    for name, (_, world_size, _) in FUSED.items():
+        for report in reports(tmp_path / name, world_size):
+            for what in ("gradients", "weights"):
+                assert report["float32"][what] < 1e-6, (name, what)
+            assert 1e-4 < report["bfloat16"]["gradients"] < 4e-3, "it rounds each to 8 bits"
+            for dtype in ("float32", "bfloat16"):
+                made = report[f"{dtype}, fused"]
+                assert all(one.endswith(STILL_MADE) for one in made), (name, dtype, made)
+                assert len(report[f"{dtype}, unfused"]) > 5 + len(made), (name, dtype)
 
 
 def test_optimizer_settings_act(tmp_path: Path):

@@ -34,9 +34,10 @@ from slipstream.wire.models.families.tables import Parameter, Sizes, Table
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 
-CHUNK_BYTES = 64 * 2**20  # equal to slipstream.algos.linear_logprobs, which needs torch
+CHUNK_BYTES = 64 * 2**20  # equal to slipstream.algos.logprobs.linear_logprobs, which needs torch
 CUDA_CHUNK_BYTES = 512 * 2**20  # equal to the same module
 MIN_CHUNK_COLUMNS = 1024  # equal to the same module
+KEPT_BYTES = 512 * 2**20  # equal to the same module
 HOST_OPTIMIZER = "optimizer on the host"
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM = "decoder.final_layernorm.weight"
@@ -193,7 +194,12 @@ def _stage(
     working = [
         _activations(hf, learner, stage, element),
         *_last_stage(
-            hf, learner, element, on_gpu=on_gpu, is_last=stage + 1 == learner.sizes.pipeline
+            hf,
+            learner,
+            element,
+            on_gpu=on_gpu,
+            is_last=stage + 1 == learner.sizes.pipeline,
+            policies=2 if settings.algo.kl.get("name") == "full" else 1,
         ),
         MemoryPart("one gradient", element * trained.largest, f"{element} x the largest parameter"),
     ]
@@ -316,10 +322,10 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
 
     A layer keeps, by token, the inputs of its two norms and what follows them (4 h), queries, keys,
     values and the attention's output, inputs of the norms of queries and keys where there are, and
-    of the MLP its two halves, the activated one and their product. Experts keep this of each
-    token that is routed to them, evenly, with its copies before and after. Latent attention keeps
-    compressed queries and keys before and after their norms too, and what keys and values are
-    expanded to. Keys and values that several ranks of context parallelism share are counted once.
+    of the MLP gate, up and their product. Experts keep this of each token that is routed to them,
+    evenly, with its copies before and after. Latent attention keeps compressed queries and keys
+    before and after their norms too, and what keys and values are expanded to. Keys and values that
+    several ranks of context parallelism share are counted once.
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
@@ -360,11 +366,11 @@ def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
     """Return the elements that the MLP of a layer keeps per token."""
     sizes, lengths = learner.sizes, hf.sizes
     if not hf.is_sparse(number):
-        return 4 * lengths["inner"] / sizes.tensor
+        return 3 * lengths["inner"] / sizes.tensor
     token_ranks = sizes.tensor if learner.sequence_parallel else 1
     routed = hf.experts_per_token / token_ranks
-    of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 4 * lengths["expert_inner"])
-    return of_experts + 4 * lengths["shared_inner"] / sizes.tensor
+    of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 3 * lengths["expert_inner"])
+    return of_experts + 3 * lengths["shared_inner"] / sizes.tensor
 
 
 def _tokens(learner: LearnerSection) -> int:
@@ -372,23 +378,31 @@ def _tokens(learner: LearnerSection) -> int:
 
 
 def _last_stage(
-    hf: HfConfig, learner: LearnerSection, element: int, *, on_gpu: bool, is_last: bool
+    hf: HfConfig,
+    learner: LearnerSection,
+    element: int,
+    *,
+    on_gpu: bool,
+    is_last: bool,
+    policies: int,
 ) -> list[MemoryPart]:
-    """Return the memory of the output layer; only the last stage has one."""
-    tokens = _tokens(learner)
+    """Return the memory of the output layer; only the last stage has one.
+
+    ``policies`` is the number of those whose logits are needed at a time.
+    """
+    tokens, rows = _tokens(learner), -(-hf.vocab_size // learner.tensor_parallel)
+    narrow = element if element < 4 else 0  # a gradient of a narrow type is not in logits' place
     chunk = CUDA_CHUNK_BYTES if on_gpu else CHUNK_BYTES
-    columns = min(
-        -(-hf.vocab_size // learner.tensor_parallel), max(MIN_CHUNK_COLUMNS, chunk // (4 * tokens))
-    )
+    columns, which = min(rows, max(MIN_CHUNK_COLUMNS, chunk // (4 * tokens))), "columns of a chunk"
+    if policies * 4 * tokens * rows <= KEPT_BYTES:
+        columns, which = rows, "all columns: they fit 512 MiB and are kept"
+    each = 4 * policies + narrow
+    hidden = element + 4 + narrow
     return [
-        MemoryPart(
-            "logits",
-            3 * 4 * tokens * columns * is_last,
-            f"3 chunks of {chunk // 2**20} MiB, of {MIN_CHUNK_COLUMNS} columns at least",
-        ),
+        MemoryPart("logits", each * tokens * columns * is_last, f"{each} T c, c = {which}"),
         MemoryPart(
             "last hidden states",
-            (element + 8) * tokens * hf.hidden_size * is_last,
-            f"({element} + 8) T h, and the gradient in float32: sum, a chunk's share",
+            hidden * tokens * hf.hidden_size * is_last,
+            f"{hidden} T h, their gradient and its sum in float32 among them",
         ),
     ]

@@ -66,24 +66,39 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def counting(reads: Counter[str], calls: Counter[str]) -> Iterator[None]:
+def counting(reads: Counter[str], calls: Counter[str], before: Counter[str]) -> Iterator[None]:
+    """Count reads and calls; and apart, reads until the weights have changed."""
+
     def profile(frame: FrameType, event: str, called: object) -> None:
         name = frame.f_code.co_name
         if event == "call" and name in _COUNTED:
             owner = type(frame.f_locals.get("self")).__name__
             calls[name] += owner != "ChainedOptimizer"  # which asks the one that it holds
+        elif event == "return" and name == "step_with":
+            before.update(reads)
         elif event == "c_call" and getattr(called, "__name__", "") in _READ:
             is_tensor = isinstance(getattr(called, "__self__", None), torch.Tensor)
             is_twice = "cpu_shim" in frame.f_globals["__name__"]  # hands on what was called
             reads[_caller(frame)] += is_tensor and not is_twice
 
-    before = sys.getprofile()
+    others = sys.getprofile()
     sys.setprofile(profile)
     try:
         with _Operators(reads):
             yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(others)
+
+
+def _of_updates(reads: Counter[str]) -> Counter[str]:
+    """Return the reads that a GPU's update would do, too."""
+    return Counter(
+        {
+            name: n
+            for name, n in reads.items()
+            if n and _OF_CPU_ATTENTION not in name and _OF_HOST not in name
+        }
+    )
 
 
 class Counted:
@@ -98,19 +113,17 @@ class Counted:
         return getattr(self._model, name)
 
     def update(self, *arguments: object) -> object:
-        reads, calls = Counter[str](), Counter[str]()
+        reads, calls, before = (Counter[str]() for _ in range(3))
         update: Callable[..., tuple[dict[str, float], float]] = self._model.update  # type: ignore[attr-defined]
-        with counting(reads, calls):
+        with counting(reads, calls, before):
             figures, norm = update(*arguments)
         assert {type(value) for value in figures.values()} == {float}, "there is more to be read"
-        reads = Counter(
-            {
-                name: n
-                for name, n in reads.items()
-                if n and _OF_CPU_ATTENTION not in name and _OF_HOST not in name
-            }
-        )
-        self.seen = {"reads": reads, "calls": calls, "num_figures": len(figures)}
+        self.seen = {
+            "reads": _of_updates(reads),
+            "before the weights change": _of_updates(before).total(),
+            "calls": calls,
+            "num_figures": len(figures),
+        }
         return figures, norm
 
 

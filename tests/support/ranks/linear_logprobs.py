@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.algos.linear_logprobs import (
-    Kept,
-    OutputLayer,
+from slipstream.algos.logprobs.linear_logprobs import (
     Reference,
     linear_logprobs,
     squared_probabilities,
 )
+from slipstream.algos.logprobs.sampling import Kept, OutputLayer
 from tests.support.ranks.program import run
 from tests.support.waiting import HANG_S
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
+from slipstream.algos.logprobs.linear_logprobs import linear_logprobs
+from slipstream.algos.logprobs.sampling import OutputLayer
 from tests.support.published_parts import memory_of, written_tensors
 from tests.support.ranks.program import finish, join_ranks, run
 from tests.support.ranks.run import section_of

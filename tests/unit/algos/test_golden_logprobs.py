@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from docs.generate.evidence import proves
-from slipstream.algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
+from slipstream.algos.logprobs.linear_logprobs import TokenLogprobs, linear_logprobs
+from slipstream.algos.logprobs.sampling import OutputLayer
 from slipstream.algos.reduce import Rule, reduced
 from tests.support.golden import MASKS, RULES, SLIME, VERL, Layout, denominators_of, golden, layout
 

@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
-from slipstream.algos.linear_logprobs import (
-    Kept,
-    OutputLayer,
+from slipstream.algos.logprobs import linear_logprobs as linear_module
+from slipstream.algos.logprobs.linear_logprobs import (
     Reference,
     TokenLogprobs,
-    _product,
     linear_logprobs,
     squared_probabilities,
 )
+from slipstream.algos.logprobs.sampling import Kept, OutputLayer, product
 from slipstream.algos.packing import Packing
 from slipstream.algos.reduce import Denominators, reduced
 from slipstream.algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
@@ -392,6 +391,99 @@ def test_logits_of_narrow_types_are_not_rounded_to_them(dtype: torch.dtype):
         assert (gradient - right).norm() < rounding * right.norm()
 
 
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_rows_of_several_blocks_with_growing_logits(scale: float):
+    generator = torch.Generator().manual_seed(9)
+    rows = 9000  # kernels take 4096 at a time
+    growth = torch.linspace(0.5, 1.0, rows, dtype=torch.float64).unsqueeze(-1)
+    one = replace(
+        case(num_tokens=3),
+        weight=scale * growth * torch.randn(rows, H, generator=generator, dtype=torch.float64),
+        reference=(torch.ones(3, 2), growth.expand(-1, 2)),
+        target=torch.tensor([0, 4100, rows - 1]),
+        vocab_size=rows - 7,
+    )
+    one = replace(
+        one,
+        hidden=one.hidden.detach().float().requires_grad_(),
+        weight=one.weight.detach().float().requires_grad_(),
+        reference=tuple(tensor.float() for tensor in one.reference or ()),
+        temperature=one.temperature.float(),
+        mix=one.mix * torch.tensor([[1.0, 1.0, 0.0], [1.0] * 3, [1.0] * 3]),  # the last is padding
+    )
+    exact = replace(
+        one,
+        hidden=one.hidden.detach().double().requires_grad_(),
+        weight=one.weight.detach().double().requires_grad_(),
+        reference=tuple(tensor.double() for tensor in one.reference or ()),
+        temperature=one.temperature.double(),
+        target=one.target.clamp(max=rows - 8),
+    )
+    for chunk_columns in (None, 5000):
+        got, wanted = one.ours(chunk_columns), exact.plain()
+        for part, right in zip(got[1:], wanted[1:], strict=True):
+            assert (part - right).abs().max() < 1e-5 * max(1.0, right.abs().max().item())
+        assert (got.logprobs - wanted.logprobs)[:2].abs().max() < 1e-5 * scale
+        assert got.logprobs[2] < -1e29
+        ours, right = one.gradients(one.mixed(got)), exact.gradients(exact.mixed(wanted))
+        for gradient, expected in zip(ours, right, strict=True):
+            assert (gradient - expected).abs().max() < 1e-5 * scale * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", ["plain", "all-of-it"])
+def test_logits_that_fit_are_kept_and_multiplied_once(shape: str, monkeypatch: pytest.MonkeyPatch):
+    one = SHAPES[shape]()
+    products = []
+
+    class Products(TorchDispatchMode):
+        @override
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # noqa: ANN001
+            products.extend([func] * (func is torch.ops.aten.mm.default))
+            return func(*args, **(kwargs or {}))
+
+    def counted() -> tuple[int, tuple[Tensor, ...]]:
+        products.clear()
+        with Products():
+            value = one.mixed(one.ours(V))
+            return len(products), torch.autograd.grad(value, (one.hidden, one.weight))
+
+    _, kept = counted()
+    with_kept = len(products)
+    monkeypatch.setattr(linear_module, "KEPT_BYTES", 2 * 4 * T * V - 1)
+    forward, again = counted()
+    assert forward == 2  # of the policy and of the reference
+    assert len(products) - with_kept == 2
+    assert_same(kept, again, 1e-15)
+
+
+def test_a_second_backward_pass_over_kept_logits_gives_the_same():
+    one = case()
+    value = one.mixed(one.ours(V))
+    first = torch.autograd.grad(value, (one.hidden, one.weight), retain_graph=True)
+    assert_same(one.gradients(value), first, 1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_weight_is_added_to_a_given_total(dtype: torch.dtype):
+    given = case(shaped=False)
+    one = replace(
+        given,
+        hidden=given.hidden.detach().to(dtype).requires_grad_(),
+        weight=given.weight.detach().to(dtype).requires_grad_(),
+        reference=None,
+    )
+    expected = one.gradients(one.mixed(one.ours()))
+    total = torch.ones(V, H)
+    layer = OutputLayer(weight=one.weight, gradient=total)
+    result = linear_logprobs(one.hidden, layer, one.target, chunk_columns=4)
+    one.mixed(result).backward()
+    assert one.weight.grad is not None
+    assert one.weight.grad._nnz() == 0  # autograd has none of it
+    assert torch.equal(one.hidden.grad, expected[0])
+    rounding = torch.finfo(dtype).eps
+    assert (total - 1.0 - expected[1]).norm() < max(rounding, 1e-6) * expected[1].norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_multiplies_narrow_types_into_float32(dtype: torch.dtype):
     widened = []
@@ -407,7 +499,7 @@ def test_a_gpu_multiplies_narrow_types_into_float32(dtype: torch.dtype):
     with FakeTensorMode(), Products():
         left = torch.empty(T, H, dtype=dtype, device="cuda")
         right = torch.empty(H, V, dtype=dtype, device="cuda")
-        assert _product(left, right).dtype == torch.float32
+        assert product(left, right).dtype == torch.float32
     assert widened == ([torch.float32] if dtype == torch.bfloat16 else [])
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algos import linear_logprobs
+from slipstream.algos.logprobs import linear_logprobs
 from slipstream.algos.section import AlgoSection
 from slipstream.deploy.predict.memory import learner_rank as memory
 from slipstream.deploy.predict.memory.gpu import learner_memory
@@ -176,21 +176,21 @@ def test_what_is_offloaded_counts_in_the_moment_that_uses_it():
     assert total(("weights",), 4000) - relay == working + 16 * (count + critic) + 2 * max(
         count, critic
     )
-    # A KL over the whole vocabulary is taken with the weights of both.
+    # A KL over the whole vocabulary is taken with the weights of both, and the logits of both.
     full = total(everything, 4000, {"name": "full", "coefficient": 0.1}) - relay
-    assert full == working + 6 * count + reference
+    assert full == working + 6 * count + reference + 4 * 4000 * 11
 
 
 def test_activations_of_one_rank():
-    of_layer = 4 * 8 + 2 * (8 + 4) + 4 * 12
+    of_layer = 4 * 8 + 2 * (8 + 4) + 3 * 12
     assert parts_of(SMALL, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 3 * of_layer
-    normed = 4 * 8 + 3 * (16 + 8) + 2 * (2 * 8 + 4 * 6)  # and two experts of each token
+    normed = 4 * 8 + 3 * (16 + 8) + 2 * (2 * 8 + 3 * 6)  # and two experts of each token
     assert parts_of(MIXTURE, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 4 * normed
 
 
 def test_activations_are_divided_by_tensor_sequence_and_context_parallelism():
     sizes = {"max_tokens_per_microbatch": 10, "tensor_parallel": 2, "ranks": 2}
-    of_layer, split = 4 * 8 + 2 * (8 + 4) + 4 * 12, 2 * (8 + 4) + 4 * 12
+    of_layer, split = 4 * 8 + 2 * (8 + 4) + 3 * 12, 2 * (8 + 4) + 3 * 12
     assert parts_of(SMALL, **sizes)["activations"] == 4 * 10 * 3 * of_layer / 2
     whole = parts_of(SMALL, sequence_parallel=False, **sizes)["activations"]
     assert whole == 4 * 10 * 3 * (4 * 8 + split / 2)
@@ -199,7 +199,7 @@ def test_activations_are_divided_by_tensor_sequence_and_context_parallelism():
 
 
 def test_recomputed_activations_are_there_of_one_layer_at_a_time():
-    of_layer, mlp = 4 * 8 + 2 * (8 + 4) + 4 * 12, 4 * 12
+    of_layer, mlp = 4 * 8 + 2 * (8 + 4) + 3 * 12, 3 * 12
 
     def bytes_of(**learner: object) -> float:
         return parts_of(SMALL, max_tokens_per_microbatch=10, **learner)["activations"] / 40
@@ -223,14 +223,27 @@ def test_the_output_layer_takes_memory_on_the_last_stage_and_the_relay_on_the_fi
         parts_of(SMALL, stage, on_gpu=True, ranks=2, pipeline_parallel=2) for stage in (0, 1)
     )
     assert (first["logits"], first["last hidden states"], last["weight relay"]) == (0, 0, 0)
-    assert last["logits"] == 3 * 4 * 8192 * 11
-    assert last["last hidden states"] == 10 * 8192 * 8
+    assert last["logits"] == (4 + 2) * 8192 * 11
+    assert last["last hidden states"] == 8 * 8192 * 8
     assert first["weight relay"] == 4 * WeightBusSection().bucket_bytes
 
 
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
-    for name in ("CHUNK_BYTES", "CUDA_CHUNK_BYTES", "MIN_CHUNK_COLUMNS"):
+    for name in ("CHUNK_BYTES", "CUDA_CHUNK_BYTES", "MIN_CHUNK_COLUMNS", "KEPT_BYTES"):
         assert getattr(memory, name) == getattr(linear_logprobs, name)
+
+
+def test_logits_that_fit_are_kept_whole_and_others_are_there_a_chunk_at_a_time():
+    tokens, large = 1000, msgspec.structs.replace(SMALL, vocab_size=150_000)
+
+    def logits(vocab_size: int) -> float:
+        hf = msgspec.structs.replace(SMALL, vocab_size=vocab_size)
+        return parts_of(hf, max_tokens_per_microbatch=tokens)["logits"]
+
+    assert logits(130_000) == 4 * tokens * 130_000
+    assert logits(150_000) == 4 * tokens * (memory.CHUNK_BYTES // (4 * tokens))
+    on_gpu = parts_of(large, on_gpu=True, max_tokens_per_microbatch=tokens)["logits"]
+    assert on_gpu == (4 + 2) * tokens * (memory.CUDA_CHUNK_BYTES // (4 * tokens))
 
 
 def test_the_stage_that_needs_most_is_the_worst():

@@ -1,0 +1,34 @@
+"""A plugin of pytest for TRITON_INTERPRET=1: kernels run by Triton's interpreter, all of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from slipstream.algos.kernels import replaced_calls
+
+
+def pytest_configure() -> None:
+    """Have the interpreter round float32 to bfloat16 as a GPU does: it would round towards 0."""
+    builder: Any = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def cast_impl(self: object, source: Any, to: tl.dtype) -> object:  # noqa: ANN401 of Triton
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(self, source, to)
+        wide = torch.from_numpy(np.ascontiguousarray(source.data, np.float32))
+        narrow = wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(narrow, to.scalar)
+
+    builder.cast_impl = cast_impl
+
+
+@pytest.fixture(autouse=True)
+def _no_kernel_is_replaced() -> Iterator[None]:
+    replaced_calls()
+    yield
+    assert replaced_calls() == 0
