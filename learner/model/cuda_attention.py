@@ -44,26 +44,6 @@ def has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
 
 
-def choose_attention(hf: HfConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose what computes attention in this process, and return its name for the log.
-
-    FlashAttention 4 comes first: it is written for Hopper and Blackwell, the others for Ampere.
-
-    Args:
-        hf: model; FlashAttention 4 is tried with its heads.
-        device: device of the model.
-        dtype: type of its weights.
-    """
-    like = torch.empty(0, device=device, dtype=dtype)
-    if not has_kernel(like):
-        return "torch's scaled_dot_product_attention"
-    refused = register_flash_4(lambda: _attempt(hf, like))
-    if not refused:
-        return "FlashAttention 4 under torch's varlen_attn"
-    other = "torch's own varlen_attn" if flash_attn_varlen_func is None else "flash-attn 2"
-    return f"{other}; FlashAttention 4 cannot be had: {refused}"
-
-
 def register_flash_4(attempt: Callable[[], Sequence[Tensor]]) -> str:
     """Have torch's ``varlen_attn`` run FlashAttention 4; return the reason if it cannot, else "".
 
@@ -84,6 +64,33 @@ def register_flash_4(attempt: Callable[[], Sequence[Tensor]]) -> str:
             attention.restore_flash_attention_impl()
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
+
+
+def choose_attention(
+    hf: HfConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    register: Callable[[Callable[[], Sequence[Tensor]]], str] = register_flash_4,
+) -> str:
+    """Choose what computes attention in this process, and return its name for the log.
+
+    FlashAttention 4 comes first: it is written for Hopper and Blackwell, the others for Ampere.
+
+    Args:
+        hf: model; FlashAttention 4 is tried with its heads.
+        device: device of the model.
+        dtype: type of its weights.
+        register: registers FlashAttention 4 on a GPU.
+    """
+    like = torch.empty(0, device=device, dtype=dtype)
+    if not has_kernel(like):
+        return "torch's scaled_dot_product_attention"
+    refused = register(lambda: _attempt(hf, like))
+    if not refused:
+        return "FlashAttention 4 under torch's varlen_attn"
+    other = "torch's own varlen_attn" if flash_attn_varlen_func is None else "flash-attn 2"
+    return f"{other}; FlashAttention 4 cannot be had: {refused}"
 
 
 def has_flash_4() -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slipstream.algos import kernels
 from slipstream.algos.kernels import BeyondKernelError, FusedOperator, replaced_calls
 from tests.support.tiny_run import ROOT
 
@@ -23,16 +23,16 @@ def _none_replaced() -> Iterator[None]:
     replaced_calls()
 
 
-@pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_IS_INTERPRETED", True)
+with FakeTensorMode():
+    GPU = torch.empty(0, device="cuda")
 
 
 class Doubled:
     """An operator that notes its calls; ``kernel`` is given the number of its call, from 1."""
 
-    def __init__(self, kernel: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, kernel: Callable[[int, Tensor], Tensor], *, where: Tensor = GPU) -> None:
         self.tried = 0
+        self.where = where
         self._kernel = kernel
         self.operator = FusedOperator("twice x", kernel=self._run, operators=lambda x: x + x)
 
@@ -42,7 +42,7 @@ class Doubled:
 
     def __call__(self, *values: float) -> list[float]:
         x = torch.tensor(values)
-        result: list[float] = self.operator(x, x).tolist()
+        result: list[float] = self.operator(self.where, x).tolist()
         return result
 
 
@@ -50,21 +50,19 @@ def logged_by(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_on_a_cpu_operators_are_the_rule(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "_IS_INTERPRETED", False)
-    doubled = Doubled(lambda _number, x: 3 * x)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels run there")  # noqa: TID251 Triton reads it, too
+def test_on_a_cpu_operators_are_the_rule():
+    doubled = Doubled(lambda _number, x: 3 * x, where=torch.empty(0))
     assert doubled(1.0, 2.0) == [2.0, 4.0]
     assert (doubled.tried, replaced_calls()) == (0, 0)
 
 
-@pytest.mark.usefixtures("with_kernels")
 def test_a_kernel_that_runs_is_not_replaced(caplog: pytest.LogCaptureFixture):
     doubled = Doubled(lambda _number, x: 3 * x)
     assert doubled(1.0) == [3.0]
     assert (replaced_calls(), logged_by(caplog)) == (0, [])
 
 
-@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(
     "error",
     [ImportError("No module named 'triton'"), RuntimeError("Failed to find C compiler")],
@@ -86,7 +84,6 @@ def test_a_kernel_that_cannot_run_is_left_and_each_call_counts(
     assert replaced_calls() == 0, "counted since the last time"
 
 
-@pytest.mark.usefixtures("with_kernels")
 def test_what_a_kernel_does_not_take_is_replaced_for_that_call(caplog: pytest.LogCaptureFixture):
     def kernel(_number: int, x: Tensor) -> Tensor:
         if len(x) > 1:
@@ -105,7 +102,6 @@ def test_what_a_kernel_does_not_take_is_replaced_for_that_call(caplog: pytest.Lo
     assert replaced_calls() == 3
 
 
-@pytest.mark.usefixtures("with_kernels")
 def test_a_device_that_is_full_is_no_reason_against_a_kernel():
     def kernel(number: int, x: Tensor) -> Tensor:
         if number == 1:

@@ -238,20 +238,17 @@ def test_flash_attention_4_is_tried_with_the_heads_of_the_model(monkeypatch: pyt
     assert value.any(-1).any(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 2, "not queried"
 
 
-def test_the_log_names_what_computes_attention(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(module, "_attempt", lambda *_: [])  # no GPU to try it on
-
-    def chosen(device: str, dtype: torch.dtype) -> str:
+def test_the_log_names_what_computes_attention(monkeypatch: pytest.MonkeyPatch):
+    def chosen(device: str, dtype: torch.dtype, refused: str = "") -> str:
         with FakeTensorMode():
-            return choose_attention(MODEL, torch.device(device), dtype)
+            where = torch.device(device)
+            return choose_attention(MODEL, where, dtype, register=lambda _attempt: refused)
 
     assert chosen("cpu", torch.bfloat16) == "torch's scaled_dot_product_attention"
     assert chosen("cuda", torch.float32) == "torch's scaled_dot_product_attention"
-    missing = "; FlashAttention 4 cannot be had: ModuleNotFoundError: "
-    assert chosen("cuda", torch.bfloat16).startswith(f"torch's own varlen_attn{missing}")
-    monkeypatch.setattr(module, "flash_attn_varlen_func", flash)
-    assert chosen("cuda", torch.bfloat16).startswith(f"flash-attn 2{missing}")
-    request.getfixturevalue("flash_4")
     assert chosen("cuda", torch.bfloat16) == "FlashAttention 4 under torch's varlen_attn"
+    missing = "; FlashAttention 4 cannot be had: ImportError: none"
+    other = chosen("cuda", torch.bfloat16, "ImportError: none")
+    assert other == f"torch's own varlen_attn{missing}"
+    monkeypatch.setattr(module, "flash_attn_varlen_func", flash)
+    assert chosen("cuda", torch.bfloat16, "ImportError: none") == f"flash-attn 2{missing}"
