@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import ModuleSpec, TransformerConfig, mlp
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import mlp as megatron_mlp
 from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -69,9 +70,9 @@ def install_swiglu() -> None:
 
     They do with ``bias_activation_fusion``; a second call changes nothing.
     """
-    for module in (mlp, shared_experts):
+    for module in (megatron_mlp, shared_experts):
         vars(module)["bias_swiglu_impl"] = _swiglu
-    vars(mlp)["weighted_bias_swiglu_impl"] = _weighted_swiglu
+    vars(megatron_mlp)["weighted_bias_swiglu_impl"] = _weighted_swiglu
 
 
 def _swiglu(gate_up: Tensor, bias: Tensor | None, *options: bool) -> Tensor:

@@ -33,6 +33,12 @@ def test_an_mlp_keeps_gate_and_up_and_their_product_alone(report: dict[str, Any]
     assert sum(report["kept"]["Megatron's"]) > 3 * INNER
 
 
+def test_an_activation_that_the_operator_does_not_compute_is_left_to_megatron(
+    report: dict[str, Any],
+):
+    assert report["clamped is fused"] is False
+
+
 def test_a_narrow_norm_is_one_operator_of_torch_each_way_where_a_device_has_one(
     report: dict[str, Any],
 ):

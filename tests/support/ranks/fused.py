@@ -3,7 +3,7 @@
 Usage: fused WORK_FOLDER
 Writes WORK_FOLDER/0.json: by model and setting, the largest difference of outputs and gradients
 from those of Megatron's own operators; what an MLP and an expert keep for the backward pass, in
-numbers of a token; and the operators of a norm.
+numbers of a token; whether clamped activations are fused; and the operators of a norm.
 """
 
 import json
@@ -50,6 +50,8 @@ def main(work: Path) -> None:
             torch.rand(4, requires_grad=True),
         ),
     }
+    clamped = model_of(work / "qwen3", "qwen3", activation_func_clamp_value=7.0)
+    report["clamped is fused"] = clamped.config.bias_activation_fusion
     report["norm"] = norm_operators()
     finish(work / "0.json", report)
 
