@@ -34,7 +34,7 @@ from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_un
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
 from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
-from slipstream.learner.model.layers import layer_specs
+from slipstream.learner.model.layers import install_swiglu, layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.parallel import ParallelSizes
@@ -42,6 +42,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
 megatron_repairs.install()
+install_swiglu()
 # Settings of [learner] in place of Megatron's names.
 _OWN_SETTINGS = {
     "sequence_parallel": "sequence_parallel",
@@ -50,16 +51,19 @@ _OWN_SETTINGS = {
     "recompute_num_layers": "recompute_layers",
     "recompute_modules": "recompute_modules",
 }
-# Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
-_NO_FUSIONS: dict[str, object] = {
+# Fusions, which [learner.megatron] can switch: an operator of this project computes SwiGLU, and the
+# others need Transformer Engine, Apex or a GPU.
+_FUSIONS: dict[str, object] = {
     "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
+    "bias_activation_fusion": True,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "gradient_accumulation_fusion": False,
     "cross_entropy_loss_fusion": False,
 }
+# Settings with which an MLP computes other than plain SwiGLU; a fusion would refuse or ignore them.
+_OTHER_ACTIVATIONS = {"activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func"}
 
 
 def build_model(
@@ -305,7 +309,9 @@ def _transformer_config(
     fixed["pipeline_dtype"] = dtype
     _refuse_fixed(extra, fixed)
     refuse_unknown_keys(hf, extra)
-    defaults = {**_NO_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    defaults = {**_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    if not _OTHER_ACTIVATIONS.isdisjoint(extra):
+        defaults["bias_activation_fusion"] = False
     try:
         return _config_class(hf)(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:

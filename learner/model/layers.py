@@ -1,4 +1,4 @@
-"""Megatron's own layers with this project's attention, norms and router."""
+"""Megatron's own layers with this project's attention, norms, router and SwiGLU."""
 
 import copy
 import inspect
@@ -6,8 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import mlp as megatron_mlp
+from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -18,6 +21,7 @@ from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
 from slipstream.learner.model.experts.router import PolicyRouter
+from slipstream.learner.model.kernels.swiglu import swiglu
 from slipstream.learner.model.latent_attention import LatentAttention
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -59,6 +63,36 @@ class NormedResidual(torch.nn.Module):
             return residual + normed
 
         return add
+
+
+def install_swiglu() -> None:
+    """Have Megatron's MLPs, experts and shared experts compute SwiGLU by this project's operator.
+
+    They do with ``bias_activation_fusion``; a second call changes nothing.
+    """
+    for module in (megatron_mlp, shared_experts):
+        vars(module)["bias_swiglu_impl"] = _swiglu
+    vars(megatron_mlp)["weighted_bias_swiglu_impl"] = _weighted_swiglu
+
+
+def _swiglu(gate_up: Tensor, bias: Tensor | None, *options: bool) -> Tensor:
+    """Replace the function of this place: options store the input in 8 bits, or offload it."""
+    if bias is None and not any(options):
+        return swiglu(gate_up)
+    by_megatron: Tensor = fused_bias_swiglu.bias_swiglu_impl(gate_up, bias, *options)
+    return by_megatron
+
+
+def _weighted_swiglu(
+    gate_up: Tensor, bias: Tensor | None, weights: Tensor, *options: bool
+) -> Tensor:
+    """Replace the function of experts; weights are [T, 1]."""
+    if bias is None and not any(options):
+        return swiglu(gate_up, weights)
+    by_megatron: Tensor = fused_bias_swiglu.weighted_bias_swiglu_impl(
+        gate_up, bias, weights, *options
+    )
+    return by_megatron
 
 
 def layer_specs(
