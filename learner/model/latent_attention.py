@@ -155,9 +155,7 @@ class LatentAttention(MultiLatentAttention):  # type: ignore[misc]  # megatron i
             query, _ = self.linear_q_up_proj(source)
         else:
             query, _ = self.linear_q_proj(hidden_states)
-        query = query.view(-1, heads, self.q_head_dim)
-        turning = rotation.turned(query[..., still:])
-        query = torch.cat([query[..., :still], turning], dim=-1)
+        query = rotation.turned(query.view(-1, heads, self.q_head_dim), first=still)
 
         compressed, shared = self.linear_kv_down_proj(hidden_states).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.learner.model.kernels.rotary import turn
 from slipstream.wire.models.hf_config import HfConfig, RopeParameters
 
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # turns over the first training's context
@@ -26,19 +27,14 @@ class Rotation:
     sin: Tensor
     in_pairs: bool = False
 
-    def turned(self, heads: Tensor) -> Tensor:
-        """Return queries or keys [T, h, d], turned in float32, in their own type."""
-        channels = 2 * self.cos.size(-1)
-        turning = heads[..., :channels].float()
-        if self.in_pairs:
-            first, second = turning[..., 0::2], turning[..., 1::2]
-        else:
-            first, second = turning.chunk(2, dim=-1)
-        parts = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        turned = torch.stack(parts, -1).flatten(-2) if self.in_pairs else torch.cat(parts, -1)
-        if channels == heads.size(-1):
-            return turned.to(heads.dtype)
-        return torch.cat([turned.to(heads.dtype), heads[..., channels:]], dim=-1)
+    def turned(self, heads: Tensor, first: int = 0) -> Tensor:
+        """Return queries or keys [T, h, d], turned in float32, in their own type.
+
+        Args:
+            heads: [T, h, d], with any strides.
+            first: first of the r channels that turn: 0, or d - r. Other channels stay.
+        """
+        return turn(heads, self.cos, self.sin, in_pairs=self.in_pairs, first=first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,27 @@
-"""The angles of rotary embeddings; whole models against transformers: test_megatron_model.py."""
+"""Rotary embeddings; whole models against transformers: test_megatron_model.py.
+
+TRITON_INTERPRET=1 has the kernel turn heads.
+"""
 
 import math
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.learner.model.rotary import Rotary
+from slipstream.algos.kernels import replaced_calls
+from slipstream.learner.model.rotary import Rotary, Rotation
 from slipstream.wire.models.hf_config import HfConfig, RopeParameters
 
 CPU = torch.device("cpu")
+ROUNDED = 2**-7  # to bfloat16: half of it, but Triton's interpreter cuts off what it should round
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_replaced():
+    yield
+    assert replaced_calls() == 0
 
 
 def rotary(theta: float = 10_000.0, head: int = 8, **rope: object) -> Rotary:
@@ -44,8 +56,64 @@ def test_heads_keep_their_type_and_are_turned_in_float32():
     heads = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
     rotation = rotary().at(torch.tensor([0, 7, 9_000]))
     turned = rotation.turned(heads.bfloat16())
+    exact = rotation.turned(heads.bfloat16().float())
     assert turned.dtype == torch.bfloat16
-    assert turned.equal(rotation.turned(heads.bfloat16().float()).bfloat16())
+    assert torch.allclose(turned.float(), exact, rtol=ROUNDED, atol=0)
+
+
+def by_complex_numbers(heads: torch.Tensor, rotation: Rotation, first: int) -> torch.Tensor:
+    """Turn in float64, each pair of channels as a complex number."""
+    half = rotation.cos.size(-1)
+    turning, still = heads[..., first : first + 2 * half], heads[..., 2 * half :]
+    paired = turning.unflatten(-1, (half, 2) if rotation.in_pairs else (2, half))
+    x, y = paired.unbind(-1 if rotation.in_pairs else -2)
+    turned = torch.complex(x, y) * torch.complex(rotation.cos.double(), rotation.sin.double())
+    parts = torch.stack([turned.real, turned.imag], -1 if rotation.in_pairs else -2)
+    if first:
+        return torch.cat([heads[..., :first], parts.flatten(-2)], -1)
+    return torch.cat([parts.flatten(-2), still], -1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, ROUNDED)])
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "channels", "turning", "first"),
+    [(5, 3, 8, 8, 0), (1, 1, 2, 2, 0), (0, 2, 4, 4, 0), (3, 2, 10, 6, 0), (3, 17, 11, 6, 5)],
+)
+def test_values_and_gradients_are_those_of_float64(
+    dtype: torch.dtype,
+    tolerance: float,
+    in_pairs: bool,
+    tokens: int,
+    heads: int,
+    channels: int,
+    turning: int,
+    first: int,
+):
+    seeded = torch.Generator().manual_seed(tokens)
+    mixed = torch.randn(tokens, heads, 2 * channels + 3, generator=seeded).to(dtype)
+    given = mixed[..., 1 : channels + 1].detach().requires_grad_()  # as of queries among keys
+    gradient = torch.randn(tokens, heads, channels, generator=seeded).to(dtype)
+    angles = torch.rand(tokens, 1, turning // 2, generator=seeded) * 9
+    rotation = Rotation(angles.cos() * 1.3, angles.sin() * 1.3, in_pairs)
+    exact = given.detach().double().requires_grad_()
+    expected = by_complex_numbers(exact, rotation, first)
+    expected.backward(gradient.double())
+    turned = rotation.turned(given, first)
+    # The gradient's strides are another order of dimensions.
+    turned.backward(gradient.permute(2, 1, 0).contiguous().permute(2, 1, 0))
+    assert turned.is_contiguous()
+    for value, truth in [(turned, expected), (given.grad, exact.grad)]:
+        assert value.dtype == dtype
+        assert ((value - truth).abs() / truth.abs().clamp(min=1)).lt(tolerance).all()
+
+
+def test_angles_alone_are_kept_for_the_backward_pass():
+    rotation = rotary().at(torch.arange(3))
+    kept: list[int] = []
+    with saved_tensors_hooks(lambda saved: kept.append(saved.data_ptr()), lambda saved: saved):
+        rotation.turned(torch.ones(3, 2, 8, requires_grad=True))
+    assert kept == [rotation.cos.data_ptr(), rotation.sin.data_ptr()]
 
 
 def test_llama3_keeps_fast_channels_slows_slow_ones_and_blends_between():

@@ -8,7 +8,8 @@ from slipstream.algos.kernels import replaced_calls
 from slipstream.learner.model.kernels.swiglu import swiglu
 
 SIZES = [(3, 5), (1, 1), (0, 4), (2, 64), (1, 1500)]  # 1500: a kernel's row in two blocks
-NARROW = 2**-8  # of bfloat16; an operator more rounds once more
+# To bfloat16 each operator rounds by half of it, and Triton's interpreter cuts off once.
+ROUNDED = 2**-7
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def results(compute, gate_up, gradient, weight) -> list[torch.Tensor]:  # noqa: 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(("rows", "inner"), SIZES)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4 * NARROW)]
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * ROUNDED)]
 )
 def test_values_and_gradients_are_those_of_float64(
     dtype: torch.dtype, tolerance: float, rows: int, inner: int, is_weighted: bool
