@@ -182,15 +182,15 @@ def test_what_is_offloaded_counts_in_the_moment_that_uses_it():
 
 
 def test_activations_of_one_rank():
-    of_layer = 4 * 8 + 2 * (8 + 4) + 4 * 12
+    of_layer = 4 * 8 + 2 * (8 + 4) + 3 * 12
     assert parts_of(SMALL, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 3 * of_layer
-    normed = 4 * 8 + 3 * (16 + 8) + 2 * (2 * 8 + 4 * 6)  # and two experts of each token
+    normed = 4 * 8 + 3 * (16 + 8) + 2 * (2 * 8 + 3 * 6)  # and two experts of each token
     assert parts_of(MIXTURE, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 4 * normed
 
 
 def test_activations_are_divided_by_tensor_sequence_and_context_parallelism():
     sizes = {"max_tokens_per_microbatch": 10, "tensor_parallel": 2, "ranks": 2}
-    of_layer, split = 4 * 8 + 2 * (8 + 4) + 4 * 12, 2 * (8 + 4) + 4 * 12
+    of_layer, split = 4 * 8 + 2 * (8 + 4) + 3 * 12, 2 * (8 + 4) + 3 * 12
     assert parts_of(SMALL, **sizes)["activations"] == 4 * 10 * 3 * of_layer / 2
     whole = parts_of(SMALL, sequence_parallel=False, **sizes)["activations"]
     assert whole == 4 * 10 * 3 * (4 * 8 + split / 2)
@@ -199,7 +199,7 @@ def test_activations_are_divided_by_tensor_sequence_and_context_parallelism():
 
 
 def test_recomputed_activations_are_there_of_one_layer_at_a_time():
-    of_layer, mlp = 4 * 8 + 2 * (8 + 4) + 4 * 12, 4 * 12
+    of_layer, mlp = 4 * 8 + 2 * (8 + 4) + 3 * 12, 3 * 12
 
     def bytes_of(**learner: object) -> float:
         return parts_of(SMALL, max_tokens_per_microbatch=10, **learner)["activations"] / 40
