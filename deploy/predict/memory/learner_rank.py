@@ -317,9 +317,9 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     A layer keeps, by token, the inputs of its two norms and what follows them (4 h), queries, keys,
     values and the attention's output, inputs of the norms of queries and keys where there are, and
     of the MLP gate, up and their product. Experts keep this of each token that is routed to them,
-    evenly, with its copies before and after. Latent attention keeps
-    compressed queries and keys before and after their norms too, and what keys and values are
-    expanded to. Keys and values that several ranks of context parallelism share are counted once.
+    evenly, with its copies before and after. Latent attention keeps compressed queries and keys
+    before and after their norms too, and what keys and values are expanded to. Keys and values that
+    several ranks of context parallelism share are counted once.
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
