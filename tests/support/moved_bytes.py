@@ -26,7 +26,7 @@ from typing_extensions import override
 OTHER, PRODUCTS, ACCUMULATION, LOGITS, ROWS = "other", "products", "accumulation", "logits", "rows"
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 _MOVING_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_MOVING_NOTHING |= {"set_", "_unsafe_view"}
+_MOVING_NOTHING |= {"set_", "_unsafe_view", "_sparse_coo_tensor_with_dims_and_tensors"}
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 _GATHERING = {"gather", "index", "index_select", "embedding"}
 
@@ -127,7 +127,7 @@ class MovedBytes(TorchDispatchMode):
         if self._is_paused or func.namespace != "aten" or func.is_view or name in _MOVING_NOTHING:
             return result
         read, written = _operands(func, args, kwargs or {})
-        written = written or _tensors(result)
+        read, written = _rows(read, written or _tensors(result))
         if name in _PRODUCTS:
             self.add_product(name, read, written)
         else:
@@ -166,8 +166,17 @@ def _operands(
 
 
 def _tensors(value: object) -> list[Tensor]:
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if leaf.layout is torch.strided]  # others have no elements
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _rows(read: list[Tensor], written: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what is touched where an operand is sparse: its rows of all."""
+    counts = [tensor._nnz() for tensor in (*read, *written) if tensor.is_sparse]
+    if not counts:
+        return read, written
+    dense = ([t._values() if t.is_sparse else t for t in tensors] for tensors in (read, written))
+    of_read, of_written = ([t[: max(counts)] for t in tensors] for tensors in dense)
+    return of_read, of_written
 
 
 class OneOperator(torch.autograd.Function):

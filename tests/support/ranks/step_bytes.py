@@ -108,7 +108,7 @@ def _units(hf: HfConfig, tokens: int, parameters: int) -> dict[str, int]:
         "attention": hidden * layers,
         "rotary": tokens * layers * (hf.num_attention_heads + hf.num_query_groups) * hf.kv_channels,
         "norms": hidden * (2 * layers + 1),
-        "embedding": 2 * len(_MICROBATCHES) * hf.vocab_size * hf.hidden_size,
+        "embedding": hidden,
         OTHER: hidden,
         "accumulation": len(_MICROBATCHES) * parameters,
         "update": parameters,
