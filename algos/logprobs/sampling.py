@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.algos.logprobs.logits import PADDED_LOGIT, Chunk
+from slipstream.algos.logprobs.chunks import PADDED_LOGIT, Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.algos.logprobs.logits import PADDED_LOGIT, Chunk, LogitGradients
+from slipstream.algos.logprobs.chunks import PADDED_LOGIT, Chunk, LogitGradients
 
 _BLOCK = 4096
 _WARPS = 8

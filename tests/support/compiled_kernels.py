@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from slipstream.algos.logprobs import triton_logits
-from slipstream.algos.logprobs.logits import Chunk, LogitGradients
+from slipstream.algos.logprobs.chunks import Chunk, LogitGradients
 from slipstream.learner.model.kernels import triton_rotary, triton_swiglu
 
 _WIDTH = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")

@@ -26,7 +26,7 @@ def test_the_bar_is_against_the_cheapest_way(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "the cheapest way of transformers is sorted" in printed
     assert "bar learner_agrees_a: 0.000 relative difference (needs <= 0.001): ok" in printed
-    assert "bar learner_cpu_seconds_a: 1.200 x (needs <= 1.1): short" in printed
+    assert "bar learner_cpu_seconds_a: 1.200 x (needs <= 1.05): short" in printed
     assert bars.exit_code == 1
 
 

@@ -2,7 +2,7 @@
 
 Every channel is read once and written once.
 """
-# ruff: noqa: ANN001, ANN202, N803 - Triton's language has types and names of its own
+# ruff: noqa: ANN001, N803 - Triton's language has types and names of its own
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -22,7 +22,7 @@ def turned(
     result = heads.new_empty(heads.shape)
     columns = triton.next_power_of_2(half)
     rows = min(triton.next_power_of_2(count), max(_MOST_WARPS * _PER_WARP // columns, 1))
-    rotary_turn[(tokens, triton.cdiv(count, rows))](
+    _rotary_turn[(tokens, triton.cdiv(count, rows))](
         heads,
         cos.contiguous(),
         sin.contiguous(),
@@ -43,7 +43,7 @@ def turned(
 
 
 @triton.jit
-def rotary_turn(
+def _rotary_turn(
     heads,
     cos,
     sin,

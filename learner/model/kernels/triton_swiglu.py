@@ -2,7 +2,7 @@
 
 Every input is read once and every result is written once. Arguments are those of kernels/swiglu.py.
 """
-# ruff: noqa: ANN001, ANN202, N803 - Triton's language has types and names of its own
+# ruff: noqa: ANN001, N803 - Triton's language has types and names of its own
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -17,7 +17,7 @@ def forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
     """Return the product [T, I]."""
     rows, inner = gate_up.size(0), gate_up.size(1) // 2
     product = gate_up.new_empty(rows, inner)
-    swiglu_forward[(rows,)](
+    _swiglu_forward[(rows,)](
         gate_up,
         weight,
         product,
@@ -36,7 +36,7 @@ def backward(
     rows, inner = gradient.shape
     of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     of_weight = None if weight is None else weight.new_empty(rows, 1)
-    swiglu_backward[(rows,)](
+    _swiglu_backward[(rows,)](
         gradient,
         gate_up,
         weight,
@@ -57,7 +57,7 @@ def _columns(inner: int) -> int:
 
 
 @triton.jit
-def swiglu_forward(
+def _swiglu_forward(
     gate_up, weight, product, row_stride, column_stride, weight_stride, inner, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +74,7 @@ def swiglu_forward(
 
 
 @triton.jit
-def swiglu_backward(
+def _swiglu_backward(
     gradient,
     gate_up,
     weight,
