@@ -1,6 +1,7 @@
 """A plugin of pytest for TRITON_INTERPRET=1: kernels run by Triton's interpreter, all of them."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ from slipstream.algos.kernels import replaced_calls
 
 
 def pytest_configure() -> None:
-    """Have the interpreter round float32 to bfloat16 as a GPU does: it would round towards 0."""
+    round_as_a_gpu()
+    patch_language_once()
+
+
+def round_as_a_gpu() -> None:
+    """Have the interpreter round float32 to bfloat16 to the nearest: it would round towards 0."""
     builder: Any = interpreter.InterpreterBuilder
     cast = builder.cast_impl
 
@@ -25,6 +31,15 @@ def pytest_configure() -> None:
         return interpreter.TensorHandle(narrow, to.scalar)
 
     builder.cast_impl = cast_impl
+
+
+def patch_language_once() -> None:
+    """Put the interpreter's functions in Triton's language for good.
+
+    It would do so again in each call of a function, which takes most of its time.
+    """
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _function: interpreter._LangPatchScope()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 Every channel is read once and written once.
 """
-# ruff: noqa: ANN001, N803 - Triton's language has types and names of its own
+# ruff: noqa: ANN001, ANN202, N803 - Triton's language has types and names of its own
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton

@@ -2,7 +2,7 @@
 
 Every input is read once and every result is written once. Arguments are those of kernels/swiglu.py.
 """
-# ruff: noqa: ANN001, N803 - Triton's language has types and names of its own
+# ruff: noqa: ANN001, ANN202, N803 - Triton's language has types and names of its own
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch

@@ -50,7 +50,7 @@ class Case:
     def layer(self, weight: Tensor) -> OutputLayer:
         return OutputLayer(weight=weight, vocab_size=self.vocab_size, barred_ids=BARRED)
 
-    def ours(self, chunk_columns: int | None = 4) -> TokenLogprobs:
+    def ours(self, chunk_columns: int | None = 10) -> TokenLogprobs:
         reference = None
         if self.reference is not None:
             reference = Reference(self.reference[0], self.layer(self.reference[1]))
