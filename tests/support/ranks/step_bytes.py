@@ -1,12 +1,11 @@
 """Counts the bytes that a learner step of a small model in bfloat16 moves, as on a GPU.
 
 Usage: step_bytes WORK_FOLDER
-Writes a line of JSON: by group, bytes in units of ``_units`` and per token.
+Writes WORK_FOLDER/0.json: a row of each group and operator, with its bytes in units of ``_units``
+and per token.
 """
 
-import json
 import os
-import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251 Triton reads it while it is imported
@@ -28,7 +27,8 @@ from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.tiny_models import write_tiny_model
 
 _VOCABULARY = 700  # no multiple of a block
-_MICROBATCHES = ((0, 1, 2, 3), (4, 5, 6, 7))  # of sequences of 10 tokens
+_MICROBATCHES = ((0, 1, 2, 3), (4, 5, 6, 7))  # of sequences
+_TOKENS = 40  # of a microbatch
 
 
 def _group(counter: MovedBytes) -> None:
@@ -119,24 +119,20 @@ def main(work: Path) -> None:
     learner = LearnerSection(dtype="bfloat16", clip_grad=1e-3)  # every gradient is clipped
     topology = join_ranks(work, 0, 1, learner)
     from slipstream.learner.starting_policy import build_policy
-    from slipstream.learner.training.optimizer import use_fused_kernels
     from slipstream.learner.training.step import train_step
 
     folder = write_tiny_model(work / "model", "qwen2", vocab_size=_VOCABULARY)
     settings = settings_of(folder, learner, {})
     policy = build_policy(settings, algorithm_of(settings), topology)
-    use_fused_kernels(policy._optimizer)
-    tokens = [0]
 
     def step(*microbatches: tuple[int, ...]) -> None:
         batches, plan = bigrams.minibatch(*microbatches)
         data = random_outcomes(bigrams.sequences(max(plan.members) + 1))
-        tokens[:] = [len(batch.token_ids) for batch in batches]
         train_step(policy, [batches], [plan], data, algorithm_of(settings), PhaseClock())
 
     step(*_MICROBATCHES[:1])  # makes the optimizer's state
     counter = MovedBytes(
-        is_logits=lambda tensor: tensor.shape == (tokens[0], _VOCABULARY),
+        is_logits=lambda tensor: tensor.shape == (_TOKENS, _VOCABULARY),
         gradients=policy._gradient_buffers(),
     )
     _group(counter)
@@ -144,15 +140,12 @@ def main(work: Path) -> None:
     count_kernels(counter)
     with counter:
         step(*_MICROBATCHES)
+    tokens = _TOKENS * len(_MICROBATCHES)
     parameters = sum(weight.numel() for weight in policy.model.parameters())
-    units = _units(policy.model.hf_config, sum(tokens), parameters)
-    for (group, name), count in sorted(counter.moved.items()):
-        row = [group, name, count / units[group], count / sum(tokens)]
-        sys.stdout.write(json.dumps(row) + "\n")
-    finish(
-        work / "0.json",
-        {group: count / units[group] for group, count in counter.by_group().items()},
-    )
+    units = _units(policy.model.hf_config, tokens, parameters)
+    moved = counter.moved.most_common()
+    rows = [(group, name, size / units[group], size / tokens) for (group, name), size in moved]
+    finish(work / "0.json", rows)
 
 
 if __name__ == "__main__":
