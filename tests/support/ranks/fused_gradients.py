@@ -58,6 +58,7 @@ class LikeMatrices(TorchDispatchMode):
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     topology = join_ranks(work, rank, world_size, section_of(layout))
+    from slipstream.learner.model.fused_gradients import main_gradient_of
     from slipstream.learner.starting_policy import build_policy
 
     everything = with_experts(train_sequences(), load_hf_config(folder))
@@ -89,6 +90,11 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             )
             settings = settings_of(folder, section, {})
             policy = build_policy(settings, algorithm_of(settings), topology)
+            weight = next(iter(policy.model.parameters()))
+            total = main_gradient_of(weight, policy.model.config)
+            assert total is (None if megatron else weight.main_grad)
+            with torch.no_grad():
+                assert main_gradient_of(weight, policy.model.config) is None
             found.append(trained(lambda: policy.update(batches, loss), policy))  # noqa: B023
             with LikeMatrices(policy) as matrices:
                 policy.update(batches, loss)
