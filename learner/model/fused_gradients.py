@@ -62,13 +62,14 @@ def main_gradient_of(weight: Tensor, config: TransformerConfig) -> Tensor | None
 
 def embedded(layer: VocabParallelEmbedding, token_ids: Tensor) -> Tensor:
     """Replace an embedding's forward. [B, T] -> [B, T, H]; [T / tp, B, H] if it divides tokens."""
-    rows = token_ids - layer.vocab_start_index
-    is_elsewhere = (rows < 0) | (rows >= layer.num_embeddings_per_partition)
-    found = F.embedding(
-        rows.masked_fill(is_elsewhere, 0), layer.weight, sparse=hasattr(layer.weight, _TOTAL)
-    )
-    found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-    group = layer.tp_group
+    group, is_sparse = layer.tp_group, hasattr(layer.weight, _TOTAL)
+    if group.size() == 1:
+        found = F.embedding(token_ids, layer.weight, sparse=is_sparse)
+    else:
+        rows = token_ids - layer.vocab_start_index
+        is_elsewhere = (rows < 0) | (rows >= layer.num_embeddings_per_partition)
+        found = F.embedding(rows.masked_fill(is_elsewhere, 0), layer.weight, sparse=is_sparse)
+        found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
     if layer.reduce_scatter_embeddings:
         divided = found.transpose(0, 1).contiguous()
         return reduce_scatter_to_sequence_parallel_region(divided, group=group)  # type: ignore[no-any-return]
