@@ -102,7 +102,7 @@ def linear_logprobs(
     has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or layer.weight.requires_grad)
     keeps = has_gradient and logits_bytes <= KEPT_BYTES
     if chunk_columns is None:
-        chunk_columns = len(layer.weight) if keeps else _columns_of_a_chunk(hidden)
+        chunk_columns = _columns_of_a_chunk(hidden, KEPT_BYTES if keeps else None)
     other = None
     if reference is not None:
         sampling = Sampling.of(reference.layer, temperature, barred, kept)
@@ -272,13 +272,16 @@ def _chunk_of(
     return chunk if reference is None else reference.beside(chunk, columns)
 
 
-def _columns_of_a_chunk(hidden: Tensor) -> int:
+def _columns_of_a_chunk(hidden: Tensor, chunk_bytes: int | None = None) -> int:
     """Return the number of columns whose logits, in float32, fill a chunk; a multiple of 128.
 
-    So the rows of logits begin where a GPU reads them by 16 bytes a thread.
+    So the rows of logits begin where a GPU reads them by 16 bytes a thread. A CPU multiplies narrow
+    types in float32: a chunk's rows of the weights, converted, fill no more than CHUNK_BYTES.
     """
-    chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+    chunk_bytes = chunk_bytes or (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES)
     columns = chunk_bytes // (4 * max(1, len(hidden)))
+    if not hidden.is_cuda and hidden.element_size() < 4:
+        columns = min(columns, CHUNK_BYTES // (4 * hidden.shape[-1]))
     return max(MIN_CHUNK_COLUMNS, columns - columns % 128)
 
 

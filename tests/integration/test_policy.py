@@ -79,8 +79,12 @@ def test_a_refused_update_changes_no_bit(tmp_path: Path):
                 assert seen["differ"] == [], "from what was never refused"
 
 
-# The output layer's is made by linear_logprobs, tied or not; a router has few rows.
-STILL_MADE = ("output_layer.weight", "embedding.word_embeddings.weight", "mlp.router.weight")
+# A router has few rows; a CPU's product of narrow types takes rows of the output layer in float32.
+STILL_MADE = (
+    "mlp.router.weight",
+    "_to_copy output_layer.weight",
+    "_to_copy embedding.word_embeddings.weight",
+)
 FUSED = {
     "tied": ("qwen2", 1, {}),
     "stages": ("qwen2", 2, {"pipeline_parallel": 2}),
