@@ -35,7 +35,7 @@ _BARS = {
     # residual's gradients.
     "norms": 7.6,
     # Passes over [T, H] bfloat16: an embedding's rows, and their gradients.
-    "embedding": 8.7,
+    "embedding": 4.1,
     # Passes over [T, H] bfloat16: residuals, the last hidden states in float32, the loss.
     "other": 42.0,
     # Bytes per parameter in each microbatch: 8 by the products, and the other gradients' sums.
