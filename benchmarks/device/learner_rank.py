@@ -134,12 +134,12 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
         before = policy.proximal([batch])[0].logprobs
         data = random_outcomes(sequences, step=5)
         figures, _ = train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock())
-        reads, calls = Counter[str](), Counter[str]()
+        reads, calls, before_update = (Counter[str]() for _ in range(3))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("warn")
-            with counting(reads, calls):
+            with counting(reads, calls, before_update):
                 train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock())
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("default")
