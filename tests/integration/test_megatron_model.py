@@ -7,6 +7,7 @@ since Megatron keeps its groups in process-wide state. Other layouts: test_layou
 import json
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +86,19 @@ def test_the_number_of_kernels_hardly_grows_with_that_of_sequences(alone: Callab
     assert backward < 250
 
 
+# In megatron-core 0.19; 0.16 is that of Python 3.11.
+MENDED = {
+    "the router's import",
+    "Transformer Engine in latent attention",
+    "the version of Transformer Engine",
+}
+
+
 def test_megatron_still_has_the_defects_that_are_repaired(tmp_path: Path):
     (printed,) = outputs([start(tmp_path, "support.ranks.unrepaired", anew=True)])
-    gone = [defect for defect, is_there in json.loads(printed).items() if not is_there]
+    gone = {defect for defect, is_there in json.loads(printed).items() if not is_there}
+    if version("megatron-core") >= "0.19":
+        gone -= MENDED
     assert not gone, (
         "mended upstream: take the repair out of megatron_repairs.py or hybrid_repairs.py"
     )

@@ -101,6 +101,9 @@ def test_nothing_of_the_size_of_the_total_is_made(dtype: torch.dtype):
     assert made.largest < total.numel()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch knows no shapes of this operator: it fails on meta"
+)
 def test_the_operator_of_a_gpu_takes_these_types_and_some_rows():
     total = torch.empty(12, 8, device="meta")
     by_output = torch.empty(5, 6, device="meta", dtype=torch.bfloat16)

@@ -151,6 +151,7 @@ def flash_4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("flash_4")
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # of torch 2.11
 def test_flash_attention_4_is_registered_under_varlen_attn(monkeypatch: pytest.MonkeyPatch):
     assert register_flash_4(lambda: [torch.ones(2)]) == ""
     assert attention.current_flash_attention_impl() == "FA4"
