@@ -175,6 +175,18 @@ def test_values_and_gradients_are_those_of_log_softmax(alone: str, shape: str):
     assert_same(*map(one.gradients, values), 1e-12)
 
 
+@pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl"])
+def test_numbers_of_tokens_may_have_any_strides(alone: str):
+    plain = case(shaped=False)
+    apart = torch.full((2 * T,), torch.nan, dtype=torch.float64)
+    apart[::2] = torch.linspace(0.5, 2.0, T)
+    for one in (plain, replace(plain, temperature=apart[::2])):
+        got, expected = one.ours(), one.plain()
+        assert_same(got, expected, 1e-13)
+        values = (getattr(result, alone).sum() for result in (got, expected))  # one gradient, T x
+        assert_same(*map(one.gradients, values), 1e-12)
+
+
 @proves("sum of squared probabilities", against=DEFINITION)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_of_squares_is_that_of_the_softmax(shape: str):
