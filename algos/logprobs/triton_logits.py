@@ -90,7 +90,8 @@ def _block_of(columns: int) -> int:
 def _tempered(x, at, num_real, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Return logits by a row's temperature, with those of padding made PADDED_LOGIT."""
     if HAS_TEMPERATURE:
-        x = tl.maximum(x / temperature, _PADDED)  # a barred logit stays finite
+        x = x / temperature
+        x = tl.where(x < _PADDED, _PADDED, x)  # barred ones stay finite, NaN stays: no tl.maximum
     return tl.where(at < num_real, x, _PADDED)
 
 

@@ -297,6 +297,23 @@ def test_extreme_logits_stay_finite_and_right():
         assert gradient.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("is_tempered", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_in_its_token_alone(bad: float, is_tempered: bool):
+    one = case(kl=False, shaped=False)
+    hidden = one.hidden.detach().clone()
+    hidden[3] = bad
+    temperature = torch.full((T,), 0.7, dtype=torch.float64) if is_tempered else None
+    one = replace(one, hidden=hidden.requires_grad_(), temperature=temperature)
+    result = one.ours()
+    (gradient,) = torch.autograd.grad((result.logprobs * one.mix[0]).sum(), one.hidden)
+    others = [row for row in range(T) if row != 3]
+    for part in (*result[:2], gradient):
+        assert not part[3].isfinite().any()
+        assert part[others].isfinite().all()
+
+
 def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
     one = case()
     asked = torch.arange(T) % 2 == 0
