@@ -28,7 +28,7 @@ def statistics(chunk: Chunk) -> Tensor:
             logits,
             given,
             chunk.target,
-            logits if temperature is None else temperature,
+            logits if temperature is None else temperature.contiguous(),
             results,
             rows,
             count,
@@ -50,20 +50,21 @@ def gradients(chunk: Chunk, rows: LogitGradients, dtype: torch.dtype) -> Tensor:
     num_rows, count = logits.shape
     results = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     given = logits if others is None else others
+    by_all = rows.by_all.contiguous()  # autograd hands on one number for all rows of a sum
     block = _block_of(count)
     if num_rows:
         logit_gradients[(num_rows, triton.cdiv(count, block))](
             logits,
             given,
             chunk.target,
-            logits if temperature is None else temperature,
+            logits if temperature is None else temperature.contiguous(),
             rows.log_total,
-            rows.by_target,
-            rows.by_all,
+            rows.by_target.contiguous(),
+            by_all,
             rows.entropy,
-            rows.by_all if rows.by_entropy is None else rows.by_entropy,
+            by_all if rows.by_entropy is None else rows.by_entropy.contiguous(),
             rows.gap_offset,
-            rows.by_all if rows.by_kl is None else rows.by_kl,
+            by_all if rows.by_kl is None else rows.by_kl.contiguous(),
             results,
             count,
             chunk.num_real,
@@ -89,7 +90,8 @@ def _block_of(columns: int) -> int:
 def _tempered(x, at, num_real, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Return logits by a row's temperature, with those of padding made PADDED_LOGIT."""
     if HAS_TEMPERATURE:
-        x = tl.maximum(x / temperature, _PADDED)  # a barred logit stays finite
+        x = x / temperature
+        x = tl.where(x < _PADDED, _PADDED, x)  # barred ones stay finite, NaN stays: no tl.maximum
     return tl.where(at < num_real, x, _PADDED)
 
 

@@ -15,6 +15,7 @@ from slipstream.algos.kernels import replaced_calls
 
 def pytest_configure() -> None:
     round_as_a_gpu()
+    compare_as_a_gpu()
     patch_language_once()
 
 
@@ -31,6 +32,13 @@ def round_as_a_gpu() -> None:
         return interpreter.TensorHandle(narrow, to.scalar)
 
     builder.cast_impl = cast_impl
+
+
+def compare_as_a_gpu() -> None:
+    """Have ``tl.maximum`` and ``tl.minimum`` pass over NaN: the interpreter would return it."""
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
+    builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 
 
 def patch_language_once() -> None:

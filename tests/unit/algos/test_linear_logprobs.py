@@ -175,6 +175,18 @@ def test_values_and_gradients_are_those_of_log_softmax(alone: str, shape: str):
     assert_same(*map(one.gradients, values), 1e-12)
 
 
+@pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl"])
+def test_numbers_of_tokens_may_have_any_strides(alone: str):
+    plain = case(shaped=False)
+    apart = torch.full((2 * T,), torch.nan, dtype=torch.float64)
+    apart[::2] = torch.linspace(0.5, 2.0, T)
+    for one in (plain, replace(plain, temperature=apart[::2])):
+        got, expected = one.ours(), one.plain()
+        assert_same(got, expected, 1e-13)
+        values = (getattr(result, alone).sum() for result in (got, expected))  # one gradient, T x
+        assert_same(*map(one.gradients, values), 1e-12)
+
+
 @proves("sum of squared probabilities", against=DEFINITION)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_of_squares_is_that_of_the_softmax(shape: str):
@@ -283,6 +295,23 @@ def test_extreme_logits_stay_finite_and_right():
     assert_same(got, one.plain(), 1e-10)
     for gradient in one.gradients(one.mixed(got)):
         assert gradient.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("is_tempered", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_in_its_token_alone(bad: float, is_tempered: bool):
+    one = case(kl=False, shaped=False)
+    hidden = one.hidden.detach().clone()
+    hidden[3] = bad
+    temperature = torch.full((T,), 0.7, dtype=torch.float64) if is_tempered else None
+    one = replace(one, hidden=hidden.requires_grad_(), temperature=temperature)
+    result = one.ours()
+    (gradient,) = torch.autograd.grad((result.logprobs * one.mix[0]).sum(), one.hidden)
+    others = [row for row in range(T) if row != 3]
+    for part in (*result[:2], gradient):
+        assert not part[3].isfinite().any()
+        assert part[others].isfinite().all()
 
 
 def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
