@@ -44,6 +44,11 @@ def _add_at_once(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     torch.ops.aten.addmm.dtype_out(total, by_output.t(), inputs, total.dtype, out=total)
 
 
+def _add_product(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
+    """Add what a GPU multiplied into a tensor as large as the total."""
+    total.add_(torch.mm(by_output.t(), inputs, out_dtype=total.dtype))
+
+
 def _add_chunks(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
     wide = inputs.to(total.dtype)
     rows = max(_CHUNK_BYTES // (4 * max(len(wide), 1)), _MIN_CHUNK_ROWS)
@@ -52,4 +57,4 @@ def _add_chunks(total: Tensor, by_output: Tensor, inputs: Tensor) -> None:
         total[first : first + rows].addmm_(columns.t().to(total.dtype), wide)
 
 
-_add_narrow = FusedOperator("weight gradients", kernel=_add_at_once, operators=_add_chunks)
+_add_narrow = FusedOperator("weight gradients", kernel=_add_at_once, operators=_add_product)
