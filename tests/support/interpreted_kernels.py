@@ -14,13 +14,17 @@ from slipstream.algos.kernels import replaced_calls
 
 
 def pytest_configure() -> None:
-    round_as_a_gpu()
+    compute_as_a_gpu()
     patch_language_once()
 
 
-def round_as_a_gpu() -> None:
-    """Have the interpreter round float32 to bfloat16 to the nearest: it would round towards 0."""
+def compute_as_a_gpu() -> None:
+    """Have the interpreter round float32 to bfloat16 to the nearest: it would round towards 0.
+
+    And have the larger of a number and of what is none be the number, but where a kernel asks.
+    """
     builder: Any = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     cast = builder.cast_impl
 
     def cast_impl(self: object, source: Any, to: tl.dtype) -> object:  # noqa: ANN401 of Triton
