@@ -382,8 +382,10 @@ def test_narrower_types_are_summed_in_float32_and_as_near_as_plain_ones(dtype: t
     ours, plains = narrow.gradients(narrow.mixed(got)), narrow.gradients(narrow.mixed(plain))
     for gradient, of_plain, expected in zip(ours, plains, wanted, strict=True):
         assert gradient.dtype == dtype
-        # Twice: ours reads logits less their log-sum, where plain torch has what it kept.
-        assert (gradient - expected).norm() < 2 * (of_plain - expected).norm()
+        # Twice: ours reads logits less their log-sum, where plain torch has what it kept. And by
+        # what float32 has of these logits, where the roundings of plain torch happen to cancel.
+        most = 2 * (of_plain - expected).norm() + 1e-6 * expected.norm()
+        assert (gradient - expected).norm() < most
 
 
 @proves("log-probabilities", "entropy", "kl.name = full", against=DEFINITION, what="half")
