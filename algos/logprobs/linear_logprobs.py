@@ -3,11 +3,10 @@
 A vocabulary of 150,000 makes the logits of 8,000 tokens 5 GB in float32, and autograd keeps them
 more than once. Here all tokens are multiplied by a chunk of the output weights' rows at a time,
 reduced to a few numbers per token and forgotten; the backward pass multiplies once more, unless all
-logits fit KEPT_BYTES. Chunks are
-of the vocabulary and not of tokens, so that a row's gradient is one matrix product over all tokens,
-summed in float32 inside of it and written once in the weights' type: no sum of them in float32. The
-weights may be split over ranks by rows, as tensor parallelism does: each rank sends a few numbers
-per token, once, and the backward pass sends nothing.
+logits fit KEPT_BYTES. Chunks are of the vocabulary and not of tokens, so that a row's gradient is
+one matrix product over all tokens, summed in float32 inside of it and written once in the weights'
+type: no sum of them in float32. The weights may be split over ranks by rows, as tensor parallelism
+does: each rank sends a few numbers per token, once, and the backward pass sends nothing.
 
 With p the softmax of a token's logits x, H its entropy, q the reference's softmax, and K =
 KL(p || q), the gradients by logit j of the log-probability of token k, of H and of K are

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.algos.kernels import BeyondKernelError
 from slipstream.algos.logprobs.chunks import PADDED_LOGIT, Chunk, LogitGradients
 
 _BLOCK = 4096
@@ -19,7 +20,7 @@ _PADDED = tl.constexpr(PADDED_LOGIT)
 
 def statistics(chunk: Chunk) -> Tensor:
     """Return what ``slipstream.algos.logprobs.logits.statistics`` does."""
-    logits, others, temperature = chunk.logits, chunk.others, chunk.temperature
+    logits, others, temperature = _taken(chunk)
     rows, count = logits.shape
     results = logits.new_empty(5, rows)
     if rows:
@@ -28,7 +29,7 @@ def statistics(chunk: Chunk) -> Tensor:
             logits,
             given,
             chunk.target,
-            logits if temperature is None else temperature.contiguous(),
+            temperature,
             results,
             rows,
             count,
@@ -46,25 +47,24 @@ def statistics(chunk: Chunk) -> Tensor:
 
 def gradients(chunk: Chunk, rows: LogitGradients, dtype: torch.dtype) -> Tensor:
     """Return what ``slipstream.algos.logprobs.logits.gradients`` does."""
-    logits, others, temperature = chunk.logits, chunk.others, chunk.temperature
+    logits, others, temperature = _taken(chunk)
     num_rows, count = logits.shape
     results = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     given = logits if others is None else others
-    by_all = rows.by_all.contiguous()  # autograd hands on one number for all rows of a sum
     block = _block_of(count)
     if num_rows:
         logit_gradients[(num_rows, triton.cdiv(count, block))](
             logits,
             given,
             chunk.target,
-            logits if temperature is None else temperature.contiguous(),
+            temperature,
             rows.log_total,
-            rows.by_target.contiguous(),
-            by_all,
+            rows.by_target,
+            _dense(rows.by_all),
             rows.entropy,
-            by_all if rows.by_entropy is None else rows.by_entropy.contiguous(),
+            _dense(rows.by_entropy),
             rows.gap_offset,
-            by_all if rows.by_kl is None else rows.by_kl.contiguous(),
+            _dense(rows.by_kl),
             results,
             count,
             chunk.num_real,
@@ -81,6 +81,20 @@ def gradients(chunk: Chunk, rows: LogitGradients, dtype: torch.dtype) -> Tensor:
     return results
 
 
+def _taken(chunk: Chunk) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return logits, the reference's, and temperatures, as kernels read them."""
+    for logits in (chunk.logits, chunk.others):
+        if logits is not None and logits.stride(1) != 1:
+            raise BeyondKernelError(f"columns of logits that are {logits.stride(1)} numbers apart")
+    temperature = None if chunk.temperature is None else chunk.temperature.to(chunk.logits.dtype)
+    return chunk.logits, chunk.others, _dense(temperature)
+
+
+def _dense(numbers: Tensor | None) -> Tensor | None:
+    """Return the numbers of rows next to one another: an expanded tensor has one for all."""
+    return None if numbers is None else numbers.contiguous()
+
+
 def _block_of(columns: int) -> int:
     block: int = triton.next_power_of_2(columns)
     return min(_BLOCK, block)
@@ -90,8 +104,8 @@ def _block_of(columns: int) -> int:
 def _tempered(x, at, num_real, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Return logits by a row's temperature, with those of padding made PADDED_LOGIT."""
     if HAS_TEMPERATURE:
-        x = x / temperature
-        x = tl.where(x < _PADDED, _PADDED, x)  # barred ones stay finite, NaN stays: no tl.maximum
+        # A barred logit stays finite, and what is not a number stays so: a GPU would drop it.
+        x = tl.maximum(x / temperature, _PADDED, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(at < num_real, x, _PADDED)
 
 

@@ -184,7 +184,7 @@ def step_with(optimizer: MegatronOptimizer, norm: Tensor, is_bad: Tensor) -> Non
     scale = ((norm + _OF_CLIPPING) / clip).clamp(min=1.0).float() if clip > 0.0 else None
     wanted = {norm.device: (scale, is_bad.float())}
     for inner in _updating(optimizer):
-        place = inner.param_groups[0]["params"][0].device
+        place = next(weight.device for group in inner.param_groups for weight in group["params"])
         if place not in wanted:  # a copy without a wait could be read before it is there
             wanted[place] = (None if scale is None else scale.to(place), is_bad.float().to(place))
         inner.grad_scale, inner.found_inf = wanted[place]
@@ -197,13 +197,13 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in _parts(optimizer)]
+    inners = (part.optimizer for part in _parts(optimizer))
+    return [inner for inner in inners if inner is not None]  # None where a rank trains nothing
 
 
 def _updating(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers that update weights: of a hybrid one, those inside of it."""
-    updating: list[Any] = []
-    for inner in _torch_optimizers(optimizer):
-        if inner is not None:  # None where a rank trains nothing
-            updating += getattr(inner, "sub_optimizers", [inner])
-    return [inner for inner in updating if inner.param_groups]
+    inners = _torch_optimizers(optimizer)
+    updating = [adam for inner in inners for adam in getattr(inner, "sub_optimizers", [inner])]
+    # A rank's share of a distributed optimizer may have no weight of a group, or none at all.
+    return [adam for adam in updating if any(group["params"] for group in adam.param_groups)]

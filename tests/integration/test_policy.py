@@ -46,7 +46,6 @@ def test_an_update_waits_for_its_device_once(tmp_path: Path):
         for report in reports(tmp_path / name, world_size):
             for norm, of_megatron in report.pop("norms"):
                 assert norm == pytest.approx(of_megatron, rel=1e-6)
-            assert report.pop("fused") < 2e-6
             assert len(report) > 5
             for algorithm, seen in report.items():
                 assert seen["num_figures"] > 5

@@ -14,14 +14,17 @@ from slipstream.algos.kernels import replaced_calls
 
 
 def pytest_configure() -> None:
-    round_as_a_gpu()
-    compare_as_a_gpu()
+    compute_as_a_gpu()
     patch_language_once()
 
 
-def round_as_a_gpu() -> None:
-    """Have the interpreter round float32 to bfloat16 to the nearest: it would round towards 0."""
+def compute_as_a_gpu() -> None:
+    """Have the interpreter round float32 to bfloat16 to the nearest: it would round towards 0.
+
+    And have the larger of a number and of what is none be the number, but where a kernel asks.
+    """
     builder: Any = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     cast = builder.cast_impl
 
     def cast_impl(self: object, source: Any, to: tl.dtype) -> object:  # noqa: ANN401 of Triton
@@ -32,13 +35,6 @@ def round_as_a_gpu() -> None:
         return interpreter.TensorHandle(narrow, to.scalar)
 
     builder.cast_impl = cast_impl
-
-
-def compare_as_a_gpu() -> None:
-    """Have ``tl.maximum`` and ``tl.minimum`` pass over NaN: the interpreter would return it."""
-    builder: Any = interpreter.InterpreterBuilder
-    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
-    builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 
 
 def patch_language_once() -> None:

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.kernels import BeyondKernelError
 from slipstream.algos.logprobs import linear_logprobs as linear_module
+from slipstream.algos.logprobs.chunks import Chunk
 from slipstream.algos.logprobs.linear_logprobs import (
     Reference,
     TokenLogprobs,
@@ -297,23 +299,6 @@ def test_extreme_logits_stay_finite_and_right():
         assert gradient.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.parametrize("is_tempered", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so_in_its_token_alone(bad: float, is_tempered: bool):
-    one = case(kl=False, shaped=False)
-    hidden = one.hidden.detach().clone()
-    hidden[3] = bad
-    temperature = torch.full((T,), 0.7, dtype=torch.float64) if is_tempered else None
-    one = replace(one, hidden=hidden.requires_grad_(), temperature=temperature)
-    result = one.ours()
-    (gradient,) = torch.autograd.grad((result.logprobs * one.mix[0]).sum(), one.hidden)
-    others = [row for row in range(T) if row != 3]
-    for part in (*result[:2], gradient):
-        assert not part[3].isfinite().any()
-        assert part[others].isfinite().all()
-
-
 def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
     one = case()
     asked = torch.arange(T) % 2 == 0
@@ -324,6 +309,38 @@ def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
         loss = torch.where(asked, result, 0.0).sum()
         values.append(torch.cat([g.flatten() for g in one.gradients(loss)]))
     assert all(torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize("tempered", [True, False])
+def test_numbers_of_rows_may_lie_anywhere(tempered: bool):
+    one = replace(case(shaped=False), target=torch.tensor([[3, 0]]).expand(T, 2)[:, 0])
+    if tempered:
+        one = replace(one, temperature=torch.tensor(0.7).expand(T))  # float32 beside float64
+    values = [
+        sum(part.sum() for part in result if part is not None)  # gradients are expanded numbers
+        for result in (one.ours(), one.plain())
+    ]
+    assert_same(*map(one.gradients, values), 1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_not_a_number_is_no_number_in_the_results(shape: str):
+    one = SHAPES[shape]()
+    hidden = one.hidden.detach().clone()
+    hidden[3] = torch.nan
+    one = replace(one, hidden=hidden.requires_grad_())
+    for part in one.ours():
+        assert part is not None
+        assert part.isnan().tolist() == [row == 3 for row in range(T)]
+    by_hidden, _ = one.gradients(one.mixed(one.ours()))
+    assert by_hidden.isnan().any(-1).tolist() == [row == 3 for row in range(T)]
+
+
+def test_a_kernel_refuses_logits_whose_columns_are_apart():
+    triton_logits = pytest.importorskip("slipstream.algos.logprobs.triton_logits")
+    chunk = Chunk(torch.ones(V, T).t(), torch.zeros(T, dtype=torch.int64), None, num_real=V)
+    with pytest.raises(BeyondKernelError, match="11 numbers apart"):
+        triton_logits.statistics(chunk)
 
 
 def test_no_tokens():
@@ -377,8 +394,10 @@ def test_narrower_types_are_summed_in_float32_and_as_near_as_plain_ones(dtype: t
     ours, plains = narrow.gradients(narrow.mixed(got)), narrow.gradients(narrow.mixed(plain))
     for gradient, of_plain, expected in zip(ours, plains, wanted, strict=True):
         assert gradient.dtype == dtype
-        # Twice: ours reads logits less their log-sum, where plain torch has what it kept.
-        assert (gradient - expected).norm() < 2 * (of_plain - expected).norm()
+        # Twice: ours reads logits less their log-sum, where plain torch has what it kept. And by
+        # what float32 has of these logits, where the roundings of plain torch happen to cancel.
+        most = 2 * (of_plain - expected).norm() + 1e-6 * expected.norm()
+        assert (gradient - expected).norm() < most
 
 
 @proves("log-probabilities", "entropy", "kl.name = full", against=DEFINITION, what="half")
