@@ -23,13 +23,13 @@ class Chunk:
 
     def tempered(self, rows: slice) -> Tensor:
         """Return rows of the logits, in memory of their own where they change."""
-        return _tempered(self.logits[rows], self.temperature, rows, self.num_real)
+        return tempered(self.logits[rows], self.temperature, rows, self.num_real)
 
     def tempered_others(self, rows: slice) -> Tensor | None:
         """Return rows of the reference's logits."""
         if self.others is None:
             return None
-        return _tempered(self.others[rows], self.temperature, rows, self.others_real)
+        return tempered(self.others[rows], self.temperature, rows, self.others_real)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class LogitGradients:
     by_kl: Tensor | None
 
 
-def _tempered(logits: Tensor, temperature: Tensor | None, rows: slice, num_real: int) -> Tensor:
+def tempered(logits: Tensor, temperature: Tensor | None, rows: slice, num_real: int) -> Tensor:
+    """Return rows' logits by their temperature, with PADDED_LOGIT from column ``num_real`` on."""
     if temperature is not None:
         logits = logits / temperature[rows, None]
         logits.clamp_(min=PADDED_LOGIT)  # a barred logit stays finite

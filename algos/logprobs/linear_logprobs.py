@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from slipstream.algos.logprobs.chunks import PADDED_LOGIT, Chunk, LogitGradients
+from slipstream.algos.logprobs.chunks import PADDED_LOGIT, Chunk, LogitGradients, tempered
 from slipstream.algos.logprobs.logits import gradients, statistics
 from slipstream.algos.logprobs.sampling import Kept, OutputLayer, Sampling
 from slipstream.algos.weight_gradients import add_weight_gradient, no_gradient
@@ -134,13 +134,10 @@ def squared_probabilities(
     The chance that two draws are equal. Arguments as for ``linear_logprobs``; equal on all ranks.
     """
     sampling = Sampling.of(layer, temperature, barred, kept)
-    column = torch.zeros(
-        len(hidden), dtype=torch.int64, device=hidden.device
-    )  # any: no target is read
     log_sums = hidden.new_full((2, len(hidden)), -torch.inf, dtype=torch.float64)
     for columns in _chunks(len(layer.weight), _columns_of_a_chunk(hidden)):
         logits = sampling.logits(hidden, layer.weight, columns)
-        logits = sampling.chunk(logits, column, columns).tempered(slice(None))
+        logits = tempered(logits, temperature, slice(None), sampling.num_real_in(columns))
         once = logits.logsumexp(-1)
         part = torch.stack([once, logits.mul_(2.0).logsumexp(-1)]).double()
         log_sums = torch.logaddexp(log_sums, part)
