@@ -116,6 +116,18 @@ async def test_tools_that_may_not_be_called_are_not_shown():
         assert answer["content"][0]["text"] == "CALL " + CALL
 
 
+async def test_a_turn_that_a_client_began_is_continued():
+    async with served("5.", "so") as it:
+        _, answer = await post(it, user("2+3?"), says(text("It is ")))
+        assert answer["content"][0]["text"] == "5."
+        await post(it, user("2+3?"), says(text("It is "), text("5.")), user("so?"))
+        assert it.calls.conversation.branches == ()
+        assert [turn.num_tokens for turn in it.calls.conversation.turns] == [3, 3]
+        status, refused = await post(it, user("?"), says(text("hm</think>")))
+        assert (status, refused["error"]["param"]) == (400, "messages")
+        assert "read as a thought" in refused["error"]["message"]
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 
 

@@ -111,6 +111,22 @@ async def test_a_reply_that_is_cut_off_is_incomplete():
         assert events[-2]["item"]["status"] == "incomplete"
 
 
+async def test_a_message_that_an_assistant_began_is_continued():
+    async with served("a long", " text", "so") as it:
+        first = await respond(it, "?", max_output_tokens=6)
+        assert first.status == "incomplete"
+        history = [user("?"), *(one.model_dump() for one in first.output)]
+        second = await respond(it, history)
+        assert second.output_text == " text"
+        history += [*(one.model_dump() for one in second.output), user("so?")]
+        await respond(it, history)  # as two messages side by side, which are one
+        assert it.calls.conversation.branches == ()
+        assert "\na long text<|end|>\n" in it.tokens
+        with pytest.raises(openai.BadRequestError, match="has ended") as caught:
+            await respond(it, [*history, {"role": "assistant", "content": "so"}])
+        assert caught.value.param == "input"
+
+
 CONTENT = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "x"}]
 
 
