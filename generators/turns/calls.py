@@ -98,8 +98,8 @@ class RecordedReply:
 class _History(NamedTuple):
     """The messages of a request."""
 
-    messages: Messages  # as templates take them
-    alike: Messages  # as they are compared
+    messages: Messages  # normalized, for templates
+    alike: Messages  # numbered, to compare
     digests: Sequence[bytes]  # digests of the tools, and of ``alike`` up to each message
     tools: Sequence[Json]  # in the order of the client
     sorted_tools: tuple[Json, ...]
