@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -30,6 +31,9 @@ from slipstream.wire.messages.trajectory import Json
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
+Metadata = Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)]  # OpenAI's limits
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +42,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     input: str | list[dict[str, Json]]
     instructions: str | None = None
     tools: list[dict[str, Json]] = []
-    tool_choice: str | dict[str, Json] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Json] = "auto"
     max_output_tokens: Positive | None = None
     stream: bool = False
     # Read and refused unless they say what is done anyway.
@@ -48,7 +52,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     truncation: str = "disabled"
     # Read and ignored: they are the run's, or change no answer.
-    metadata: dict[str, Json] = {}
+    client_metadata: Json = None
+    metadata: Metadata = {}
     model: str = ""
     parallel_tool_calls: bool = True
     prompt_cache_key: Json = None
@@ -167,13 +172,14 @@ class ResponseObject:
         self._usage = _usage(len(reply.prompt_ids), len(reply.completion.token_ids))
         self._items = list(_items_of(reply))
         self._items[-1]["status"] = self._status
+        choice = request.tool_choice
         self._head: Object = {
             "id": _new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
             "error": None,
-            "instructions": request.instructions,
+            "instructions": None,  # large, and no client needs them again
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata,
             "parallel_tool_calls": request.parallel_tool_calls,
@@ -182,8 +188,8 @@ class ResponseObject:
             "store": False,
             "temperature": None,
             "text": {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice,
-            "tools": request.tools,
+            "tool_choice": choice if isinstance(choice, str) else "auto",
+            "tools": [],
             "top_p": None,
             "truncation": "disabled",
         }

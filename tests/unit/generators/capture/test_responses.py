@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
@@ -184,6 +185,13 @@ def test_each_field_of_the_client_is_honoured_ignored_or_refused():
     assert set(kinds.__annotations__) - known == {
         *("conversation", "max_tool_calls", "previous_response_id", "prompt")
     }
+
+
+def test_what_is_given_back_is_small():
+    """Events repeat it three times."""
+    for name, value in (("metadata", {"a": "b" * 513}), ("tool_choice", "x" * 99)):
+        with pytest.raises(msgspec.ValidationError, match=name):
+            read(json.dumps({"input": "?", name: value}).encode())
 
 
 def test_parts_of_an_assistant_are_one_message():
