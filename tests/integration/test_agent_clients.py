@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,25 @@ from tests.support.waiting import HANG_S
 from tests.unit.generators.capture.test_capture import Served, served
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+CODEX = Path(__file__).parents[2] / ".cache/codex/node_modules/.bin/codex"
+CODEX_SETTINGS = """
+model = "policy"
+model_provider = "here"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+web_search = "disabled"
+check_for_update_on_startup = false
+agents.enabled = false
+analytics.enabled = false
+[model_providers.here]
+name = "here"
+base_url = "{url}"
+env_key = "POLICY_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
 
 
 def call(name: str, **arguments: object) -> str:
@@ -141,6 +162,34 @@ async def test_anthropic_s_client_calls_a_tool_and_thinks(streams: bool):
                 model="policy", max_tokens=1, messages=messages
             )
         await client.close()
+
+
+@pytest.mark.skipif(not CODEX.exists(), reason="npm has not installed @openai/codex (Apache-2.0)")
+async def test_codex_runs_a_command(tmp_path: Path):
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    says = ["hm</think>" + call("exec_command", cmd="echo 5 > five.txt"), "it is five"]
+    async with asyncio.timeout(HANG_S), served(*says, max_tokens=999_999) as it:
+        (home / "config.toml").write_text(CODEX_SETTINGS.format(url=it.server.url))
+        codex = await asyncio.create_subprocess_exec(
+            *(CODEX, "exec", "--skip-git-repo-check", "what is 2+3?"),
+            cwd=work,
+            env={**os.environ, "CODEX_HOME": str(home), "POLICY_KEY": it.key},  # noqa: TID251
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            output, errors = await codex.communicate()
+        finally:
+            if codex.returncode is None:
+                codex.kill()
+        assert codex.returncode == 0, errors.decode()[-4000:]
+        assert "it is five" in output.decode()
+        assert (work / "five.txt").read_text() == "5\n"
+        assert_kept(it)
+        assert it.calls.conversation.branches == ()
 
 
 async def test_smolagents_call_a_tool():
