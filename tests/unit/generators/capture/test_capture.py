@@ -590,7 +590,7 @@ async def test_a_client_s_own_sampling_parameters_do_not_change_the_distribution
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_history(seed: int):
-    """Continue, edit, cut, compact, call tools, ask in parallel, go away."""
+    """Continue, edit, cut, compact, call tools, ask in parallel, begin replies, go away."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -605,7 +605,9 @@ async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its
         histories: list[list[Any]] = [[]]
         for _ in range(25):
             history = list(rng.choice(histories))
-            match rng.choice(["on", "on", "on", "cut", "edit", "compact", "both", "leave"]):
+            match rng.choice(
+                ["on", "on", "on", "cut", "edit", "compact", "both", "begin", "leave"]
+            ):
                 case "cut":
                     history = history[: rng.randint(0, len(history))]
                 case "edit" if history:
@@ -616,6 +618,13 @@ async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its
                     histories += await asyncio.gather(
                         turn(it, [*history, user("1")]), turn(it, [*history, user("1")])
                     )
+                    continue
+                case "begin":
+                    begun = said(text())
+                    *asked, reply = await turn(it, [*history, user("begin"), begun])
+                    begun["content"] += reply.content or ""
+                    begun["tool_calls"] = reply.model_dump()["tool_calls"] or []
+                    histories.append([*asked[:-1], begun])
                     continue
                 case "leave":
                     it.engine.hold = asyncio.Event()
