@@ -104,7 +104,9 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3 trackio==0.43.0
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py tests/contract/test_trackers.py
-	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0
+	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0 \
+		anthropic==2.14.0
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix .cache/codex @openai/codex@0.171.0
 	PYTHONPATH=.cache/agents $(PY) -m pytest -q tests/integration/test_agent_clients.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/environments --no-deps $(ENVIRONMENTS)
 	@test -x .cache/verifiers/bin/python || $(PY) -m venv .cache/verifiers

@@ -1,4 +1,4 @@
-"""An endpoint of OpenAI's API over HTTP, which records the tokens of every call.
+"""An endpoint of OpenAI's and Anthropic's wires over HTTP, which records the tokens of every call.
 
 Imported by generators.
 """

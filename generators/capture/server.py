@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP, for the trajectories of one generator. A key names the trajectory.
+"""The wires of agents over HTTP, for one generator's trajectories. A key names the trajectory.
 
 A reply is part of its trajectory once the client has all of it. A client that disconnects earlier
 ends the generation, or its reply is taken back.
@@ -8,31 +8,28 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from slipstream.broker.listening.gate import Limit, limit_of
 from slipstream.broker.listening.http import IDLE_S, HttpServer, bearer, holder_of
-from slipstream.generators.capture.answers import ChatCompletion, ReplyObject, TextCompletion
+from slipstream.generators.capture import completions, messages, responses
+from slipstream.generators.capture.wires import Answer, CallRefusal, Question, Wire
 from slipstream.generators.turns.calls import RecordedReply, TrajectoryCalls
 from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.generators.turns.off_loop import off_loop
-from slipstream.generators.turns.requests import (
-    MAX_REQUEST_BYTES,
-    BadRequestError,
-    ChatRequest,
-    TextRequest,
-)
+from slipstream.generators.turns.requests import MAX_REQUEST_BYTES, BadRequestError, TextRequest
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
 
 _log = logging.getLogger(__name__)
 SHARE = 1 / 2  # part of all descriptors that agents may use
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
-T = TypeVar("T", ChatRequest, TextRequest)
+_TOO_MANY_CONNECTIONS = "too_many_connections"
+WIRES = (completions.CHAT, completions.TEXT, responses.RESPONSES, messages.MESSAGES)
 
 
 @dataclass(slots=True)
@@ -72,8 +69,8 @@ class CaptureServer:
         self._token_text = token_text
         self._agents: dict[str, _Access] = {}  # keys are secrets of agents
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._complete)
+        for wire in WIRES:
+            app.router.add_post(wire.path, partial(self._answer, wire))
         app.router.add_get("/v1/models", self._models)
         # A client that disconnects cancels its generation.
         self._http = HttpServer(
@@ -125,61 +122,39 @@ class CaptureServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         agent = self._agent(request)
-        if isinstance(agent, web.Response):
-            return agent
+        if isinstance(agent, CallRefusal):
+            return _refused(completions.CHAT, agent)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatRequest, TrajectoryCalls.chat, ChatCompletion)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, TextRequest, TrajectoryCalls.complete, TextCompletion)
-
-    async def _answer(
-        self,
-        request: web.Request,
-        kind: type[T],
-        ask: Callable[[TrajectoryCalls, T, int], Awaitable[RecordedReply]],
-        form: type[ReplyObject],
-    ) -> web.StreamResponse:
+    async def _answer(self, wire: Wire, request: web.Request) -> web.StreamResponse:
         agent = self._agent(request)
-        if isinstance(agent, web.Response):
-            return agent
+        if isinstance(agent, CallRefusal):
+            return _refused(wire, agent)
         calls, most = agent.calls, agent.calls.conversation.max_turns
         if len(agent.in_flight) >= most:  # before it is read
-            return _refusal(
-                429,
-                f"more than {most} calls at a time, which are more than a trajectory may have "
-                "(environment.max_turns)",
-                "too_many_calls",
+            return _refused(
+                wire,
+                CallRefusal(
+                    429,
+                    f"more than {most} calls at a time, which are more than a trajectory may have "
+                    "(environment.max_turns)",
+                    "too_many_calls",
+                ),
             )
         task = asyncio.current_task()
         if task is not None:
             agent.in_flight.add(task)
             task.add_done_callback(agent.in_flight.discard)
-        try:
-            body = await request.read()
-            calls.refuse_larger(body)
-            asked = await off_loop(len(body), msgspec.json.decode, body, type=kind)
-            reply = await ask(calls, asked, len(body))
-        except (msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
-            return _refusal(400, f"not a request: {error}", "invalid_request_error")
-        except BadRequestError as error:
-            return _refusal(400, str(error), "invalid_request_error", param=error.param)
-        except TrajectoryLimitError as error:
-            calls.reached_limit = True
-            return _refusal(400, str(error), LIMIT_REACHED)
-        except EngineRefusedError as error:  # this request alone: the engine works
-            return _refusal(400, f"the engine refuses it: {error}", "invalid_request_error")
-        except EngineError as error:
-            calls.engine_error = error
-            return _refusal(503, str(error), "engine_failed")
+        replied = await _replied(wire, request, calls)
+        if isinstance(replied, CallRefusal):
+            return _refused(wire, replied)
+        question, reply = replied
         calls.keep(reply)  # before the client asks for the next one
-        texts = self._token_text if asked.wants_logprobs else None
         response = web.StreamResponse()
         try:
-            await self._send(response, request, asked, form(self._model, reply, texts))
+            answer = question.answer(self._model, reply, self._token_text)
+            await _send(response, request, answer, streams=bool(question.request.stream))
         except ConnectionError:  # the client disconnected
             calls.abandon(reply)
         except asyncio.CancelledError:
@@ -187,45 +162,68 @@ class CaptureServer:
             raise
         return response
 
-    async def _send(
-        self,
-        response: web.StreamResponse,
-        request: web.Request,
-        asked: ChatRequest | TextRequest,
-        answer: ReplyObject,
-    ) -> None:
-        if not asked.stream:
-            body = json.dumps(answer.whole()).encode()
-            response.content_type, response.content_length = "application/json", len(body)
-            await response.prepare(request)
-            await response.write(body)
-        else:
-            response.content_type = "text/event-stream"
-            await response.prepare(request)
-            for chunk in answer.chunks(counts_usage=asked.counts_usage):
-                await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-
-    def _agent(self, request: web.Request) -> _Access | web.Response:
-        """Return the agent of a request, or the response that refuses it."""
-        key = holder_of(bearer(request), self._agents)
+    def _agent(self, request: web.Request) -> _Access | CallRefusal:
+        """Return the agent of a request, or why it is refused."""
+        key = holder_of(key_in(request), self._agents)
         if not key:
-            return _refusal(401, "no such key", "invalid_api_key")
+            return CallRefusal(401, "no such key", "invalid_api_key")
         agent = self._agents[key]
         most = agent.calls.conversation.max_turns
         if self._http.admits(key, request.transport, calls_at_a_time=most):
             return agent
-        refusal = _refusal(429, "too many connections of one trajectory", "too_many_connections")
-        refusal.force_close()
-        return refusal
+        return CallRefusal(429, "too many connections of one trajectory", _TOO_MANY_CONNECTIONS)
 
 
-def _refusal(status: int, message: str, code: str, *, param: str = "") -> web.Response:
-    error = {
-        "message": message,
-        "type": "invalid_request_error" if status < 500 else "server_error",
-        "code": code,
-        "param": param or None,
-    }
-    return web.json_response({"error": error}, status=status)
+def key_in(request: web.Request) -> str:
+    """Return the key in the head of a request, where either OpenAI or Anthropic has it."""
+    return bearer(request) or request.headers.get("x-api-key", "")
+
+
+async def _replied(
+    wire: Wire, request: web.Request, calls: TrajectoryCalls
+) -> tuple[Question, RecordedReply] | CallRefusal:
+    """Return the question in a request and the policy's reply, or why it has no reply."""
+    try:
+        body = await request.read()
+        calls.refuse_larger(body)
+        question = await off_loop(len(body), wire.read, body)
+        asked = question.request
+        if isinstance(asked, TextRequest):
+            return question, await calls.complete(asked, len(body))
+        return question, await calls.chat(asked, len(body))
+    except (msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
+        return CallRefusal(400, f"not a request: {error}", "invalid_request_error")
+    except BadRequestError as error:
+        param = wire.names.get(error.param, error.param)
+        return CallRefusal(400, str(error), "invalid_request_error", param)
+    except TrajectoryLimitError as error:
+        calls.reached_limit = True
+        return CallRefusal(400, str(error), LIMIT_REACHED)
+    except EngineRefusedError as error:  # this request alone: the engine works
+        return CallRefusal(400, f"the engine refuses it: {error}", "invalid_request_error")
+    except EngineError as error:
+        calls.engine_error = error
+        return CallRefusal(503, str(error), "engine_failed")
+
+
+async def _send(
+    response: web.StreamResponse, request: web.Request, answer: Answer, *, streams: bool
+) -> None:
+    if not streams:
+        body = json.dumps(answer.whole()).encode()
+        response.content_type, response.content_length = "application/json", len(body)
+        await response.prepare(request)
+        await response.write(body)
+    else:
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        for part in answer.stream():
+            await response.write(part)
+    await response.write_eof()
+
+
+def _refused(wire: Wire, refusal: CallRefusal) -> web.Response:
+    response = web.json_response(wire.refuse(refusal), status=refusal.status)
+    if refusal.code == _TOO_MANY_CONNECTIONS:
+        response.force_close()
+    return response

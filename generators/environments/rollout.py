@@ -137,7 +137,7 @@ async def _in_turns(
             outcome.ended_by = _limit_of(calls, str(error))
             return outcome
         calls.keep(reply)
-        outcome.messages = [*asked, reply.message]
+        outcome.messages = [dict(message) for message in reply.history]
         await process.tell(
             Replied(
                 text=reply.text,

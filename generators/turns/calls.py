@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,6 +42,17 @@ _MOST_COMPARED = 8  # newest replies whose histories are rendered to compare
 _SHOWN = 60  # characters of a difference
 
 
+class Beginning(NamedTuple):
+    """What a client has of a reply before it is asked for: an assistant's turn to be continued."""
+
+    token_ids: list[int]
+    text: str
+    thought: str = ""
+
+
+_NOTHING = Beginning([], "")
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
     """A reply of the policy with its tokens. ``keep`` makes it part of the trajectory."""
@@ -57,6 +69,7 @@ class RecordedReply:
     asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
     tools: tuple[Json, ...] = ()  # tools of the request, sorted
     text_until: str = ""  # prompt and reply of a text request
+    beginning: Beginning = _NOTHING
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -66,16 +79,46 @@ class RecordedReply:
     @property
     def history(self) -> list[Mapping[str, Json]]:
         """The messages of its request, and its own."""
-        return [*self.asked, self.message]
+        text, thought = self.beginning.text + self.text, self.beginning.thought + self.thought
+        return [*self.asked, self._message(text, thought)]
 
     @property
     def message(self) -> dict[str, Json]:
         """The message that a client gets."""
-        more: dict[str, Json] = {"reasoning_content": self.thought} if self.thought else {}
+        return self._message(self.text, self.thought)
+
+    def _message(self, text: str, thought: str) -> dict[str, Json]:
+        more: dict[str, Json] = {"reasoning_content": thought} if thought else {}
         if self.tool_calls:
             more["tool_calls"] = self.tool_calls
-        content = self.text or (None if self.tool_calls else "")
+        content = text or (None if self.tool_calls else "")
         return {"role": "assistant", "content": content, **more}
+
+
+class _History(NamedTuple):
+    """The messages of a request."""
+
+    messages: Messages  # normalized, for templates
+    alike: Messages  # numbered, to compare
+    digests: Sequence[bytes]  # digests of the tools, and of ``alike`` up to each message
+    tools: Sequence[Json]  # in the order of the client
+    sorted_tools: tuple[Json, ...]
+
+    def without_last(self) -> "_History":
+        """Return it without its last message."""
+        before = (self.messages[:-1], self.alike[:-1], self.digests[:-1])
+        return _History(*before, self.tools, self.sorted_tools)
+
+
+class _Understood(NamedTuple):
+    """What the messages of a request mean."""
+
+    tools: tuple[Json, ...]  # sorted
+    asked: tuple[Mapping[str, Json], ...]  # messages before the reply
+    digest: bytes  # digest of these
+    prompt_ids: list[int]
+    beginning: Beginning
+    is_foreign: bool = False  # True if the policy did not write the beginning
 
 
 class TrajectoryCalls:
@@ -139,25 +182,47 @@ class TrajectoryCalls:
             TrajectoryLimitError: the trajectory may not continue.
             EngineError: the engine failed.
         """
-        tools, digest, prompt_ids = await off_loop(size, self._understood, request)
+        tools, asked, digest, prompt_ids, beginning, is_foreign = await off_loop(
+            size, self._understood, request
+        )
+        if is_foreign:
+            await self._refuse_unless_text(beginning, tools)
         with self._params_of(prompt_ids, request.limit, request.stops) as params:
             completion = await self._sample(prompt_ids, params)
-            parsed = await self._parse(self._decode(completion.token_ids), tools)
+            text = self._decode([*beginning.token_ids, *completion.token_ids])
+            parsed = await self._parse(text, tools)
         known = {tool["function"]["name"] for tool in tools}
         unknown = sum(call["function"]["name"] not in known for call in parsed.tool_calls)
         reply = RecordedReply(
             prompt_ids,
             completion,
-            parsed.text,
+            _rest(parsed.text, beginning.text),
             parsed.tool_calls,
-            thought=parsed.thought,
+            thought=_rest(parsed.thought, beginning.thought),
             rejected=Counter(unknown=unknown, unreadable=parsed.num_unreadable),
-            asked=tuple(request.messages),
+            asked=asked,
             tools=tools,
+            beginning=beginning,
         )
-        (whole,) = numbered([normalized(reply.message)])
+        (whole,) = numbered([normalized(reply.history[-1])])
         bare = {name: value for name, value in whole.items() if name != "reasoning_content"}
         return replace(reply, digests=(next_digest(digest, whole), next_digest(digest, bare)))
+
+    async def _refuse_unless_text(self, beginning: Beginning, tools: Sequence[Json]) -> None:
+        """Refuse the beginning of a reply that a parser takes for a thought or a call.
+
+        Raises:
+            BadRequestError: a client's text would come back as something else.
+        """
+        parsed = await self._parse(self._decode(beginning.token_ids), tools)
+        if (parsed.thought, parsed.tool_calls) != ("", []) or (
+            parsed.text.strip() != beginning.text.strip()
+        ):
+            raise BadRequestError(
+                "the last message, an assistant's, would be read as a thought, a call or marks of "
+                "the chat template: text alone is continued",
+                "messages",
+            )
 
     async def complete(self, request: TextRequest, size: int = LARGE_BYTES) -> RecordedReply:
         """Continue a text prompt, or tokens, in a request of ``size`` bytes.
@@ -233,8 +298,8 @@ class TrajectoryCalls:
 
     # ---- prompts ---------------------------------------------------------------
 
-    def _understood(self, request: ChatRequest) -> tuple[tuple[Json, ...], bytes, list[int]]:
-        """Return the tools of a request, sorted, the digest of its messages, and its prompt.
+    def _understood(self, request: ChatRequest) -> _Understood:
+        """Return what a request means.
 
         Each message has at least one token, which tells its role; texts of tools count beyond what
         a template may leave out.
@@ -250,16 +315,57 @@ class TrajectoryCalls:
         in_order = tuple(map(msgspec.json.decode, sorted(map(encoded, tools))))
         alike = numbered(messages)
         digests = digests_of([{"tools": in_order}, *alike])
+        history = _History(messages, alike, digests, tools, in_order)
+        asked = tuple(request.messages)
         try:
-            prompt_ids = self._continuing(digests, messages, alike, in_order)
-            if prompt_ids is None:
-                self._compare(alike, in_order)
-                prompt_ids = self._rendering.first(messages, tools)
-            return in_order, digests[-1], prompt_ids
+            if messages[-1]["role"] == "assistant":
+                begun = self._begun(history)
+                return _Understood(in_order, asked[:-1], digests[-2], *begun)
+            prompt_ids = self._prompt(history)
+            return _Understood(in_order, asked, digests[-1], prompt_ids, _NOTHING)
         except (BadRequestError, TrajectoryLimitError):
             raise
         except (ValueError, TypeError) as error:
             raise BadRequestError(f"the chat template refuses it: {error}", "messages") from error
+
+    def _begun(self, history: _History) -> tuple[list[int], Beginning, bool]:
+        """Return the prompt, the beginning of the reply, and whether the client wrote it.
+
+        The last message is an assistant's: a reply that was cut off keeps its tokens.
+
+        Raises:
+            BadRequestError: it cannot be continued.
+        """
+        last, num_messages = history.messages[-1], len(history.messages)
+        count, reply = next(self._replies_in(history), (0, None))
+        before = reply if count == num_messages else None
+        if "tool_calls" in last:
+            why = "calls tools, whose results are missing"
+        elif before is not None and before.finish_reason != "length":
+            why = "is a reply of the policy that has ended"
+        elif before is None and "reasoning_content" in last:
+            why = "is an assistant's with a thought: text alone is continued"
+        elif before is None and num_messages == 1:
+            why = "is an assistant's and the only one"
+        elif before is not None:
+            sampled, begun = before.completion.token_ids, before.beginning
+            message = before.history[-1]
+            thought = message.get("reasoning_content", "")
+            own = Beginning([*begun.token_ids, *sampled], message["content"], thought)
+            return [*before.prompt_ids, *sampled], own, False
+        else:
+            prompt_ids = self._prompt(history.without_last())
+            written = self._encode(last["content"])
+            return [*prompt_ids, *written], Beginning(written, last["content"]), bool(written)
+        raise BadRequestError(f"the last message {why}", "messages")
+
+    def _prompt(self, history: _History) -> list[int]:
+        """Return the prompt for a reply to messages."""
+        prompt_ids = self._continuing(history)
+        if prompt_ids is None:
+            self._compare(history.alike, history.sorted_tools)
+            prompt_ids = self._rendering.first(history.messages, history.tools)
+        return prompt_ids
 
     def _continued(self, request: TextRequest) -> list[int]:
         """Return the tokens of a text prompt; replies in it keep the tokens that were sampled."""
@@ -285,22 +391,30 @@ class TrajectoryCalls:
         sampled = [*reply.prompt_ids, *reply.completion.token_ids]
         return [*sampled, *(self._encode(rest) if rest else [])]
 
-    def _continuing(
-        self, digests: Sequence[bytes], messages: Messages, alike: Messages, tools: Sequence[Json]
-    ) -> list[int] | None:
+    def _continuing(self, history: _History) -> list[int] | None:
         """Return the prompt that messages mean; replies in it keep the tokens that were sampled.
 
-        None if they continue no reply. ``alike`` are the messages as they are compared, ``digests``
-        their digests.
+        None if they continue no reply.
         """
+        for count, reply in self._replies_in(history):
+            new = history.messages[count:]
+            if num_replies(new):
+                return None  # it holds a reply that the policy did not give
+            sampled = reply.completion.token_ids
+            return [*reply.prompt_ids, *sampled, *self._rendering.following(sampled, new)]
+        return None
+
+    def _replies_in(self, history: _History) -> Iterator[tuple[int, RecordedReply]]:
+        """Yield the replies that messages hold, last first, and how many messages end with each."""
         by_digest = {digest: reply for reply in self._kept for digest in reply.digests}
         by_length: dict[int, list[RecordedReply]] = {}
         for known in self._newest:
             by_length.setdefault(len(known.history), []).append(known)
-        for count in range(len(messages), 0, -1):
-            reply = by_digest.get(digests[count])
+        alike = history.alike
+        for count in range(len(alike), 0, -1):
+            reply = by_digest.get(history.digests[count])
             if reply is None and count in by_length:
-                written = self._written(alike[:count], tools)
+                written = self._written(alike[:count], history.sorted_tools)
                 has_thought = "reasoning_content" in alike[count - 1]
                 same = (
                     known
@@ -308,16 +422,8 @@ class TrajectoryCalls:
                     if self._written_until(known, has_thought=has_thought) == written
                 )
                 reply = next(same, None)
-            if reply is None:
-                continue
-            new = messages[count:]
-            if not new:
-                raise BadRequestError("the last message is a reply of the policy", "messages")
-            if num_replies(new):
-                return None  # it holds a reply that the policy did not give
-            sampled = reply.completion.token_ids
-            return [*reply.prompt_ids, *sampled, *self._rendering.following(sampled, new)]
-        return None
+            if reply is not None:
+                yield count, reply
 
     def _written(self, alike: Messages, tools: Sequence[Json]) -> str | None:
         """Return what the template writes for messages; None if it refuses them."""
@@ -360,3 +466,11 @@ class TrajectoryCalls:
     def _newest(self) -> list[RecordedReply]:
         """The replies to messages that are compared, newest first."""
         return [reply for reply in reversed(self._kept) if reply.digests][:_MOST_COMPARED]
+
+
+def _rest(whole: str, before: str) -> str:
+    """Return a text without what a client has of it; parsers may have trimmed its front."""
+    if not before:
+        return whole
+    whole, before = whole.lstrip(), before.lstrip()
+    return whole[len(commonprefix([whole, before])) :]  # noqa: RUF071 characters, not paths

@@ -71,6 +71,11 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Json] | None = None
+    # Refused if they are set.
+    audio: Json = None
+    function_call: Json = None
+    functions: Json = None
+    web_search_options: Json = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -92,6 +97,9 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
         super().check()
         if not self.messages:
             raise BadRequestError("messages is empty", "messages")
+        for name in ("audio", "function_call", "functions", "web_search_options"):
+            if getattr(self, name) is not None:
+                raise BadRequestError(f"{name} is not offered", name)
         for tool in self.tools or ():
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -115,6 +123,8 @@ class TextRequest(_Completion, frozen=True, kw_only=True):
     prompt: str | list[int]
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -131,8 +141,13 @@ class TextRequest(_Completion, frozen=True, kw_only=True):
         super().check()
         if not self.prompt:
             raise BadRequestError("prompt is empty", "prompt")
-        if self.echo:
-            raise BadRequestError("echo is not offered", "echo")
+        for name, is_asked in (
+            ("echo", self.echo),
+            ("best_of", self.best_of not in {None, 1}),
+            ("suffix", self.suffix),
+        ):
+            if is_asked:
+                raise BadRequestError(f"{name} is not offered", name)
         if self.logprobs not in {None, 0, 1}:
             raise BadRequestError("logprobs: only chosen tokens have any here", "logprobs")
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,25 @@ from tests.support.waiting import HANG_S
 from tests.unit.generators.capture.test_capture import Served, served
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+CODEX = Path(__file__).parents[2] / ".cache/codex/node_modules/.bin/codex"
+CODEX_SETTINGS = """
+model = "policy"
+model_provider = "here"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+web_search = "disabled"
+check_for_update_on_startup = false
+agents.enabled = false
+analytics.enabled = false
+[model_providers.here]
+name = "here"
+base_url = "{url}"
+env_key = "POLICY_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
 
 
 def call(name: str, **arguments: object) -> str:
@@ -60,6 +81,115 @@ async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
         assert_kept(it)
         # The second call goes on after the first; the judge has other instructions and tools.
         assert len(it.calls.conversation.branches) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_openai_agents_in_their_default_mode_ask_for_responses(streams: bool):
+    agents: Any = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    seen: list[int] = []
+
+    @agents.function_tool  # type: ignore[untyped-decorator]
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        seen.append(a + b)
+        return a + b
+
+    says = ["hm</think>" + call("add", a=2, b=3), call("add", a=5, b=1), "it is 6", "bye"]
+    async with asyncio.timeout(HANG_S), served(*says) as it:
+        agents.set_default_openai_client(it.client, use_for_tracing=False)
+        agent = agents.Agent(name="adder", instructions="Add.", model="policy", tools=[add])
+        if streams:
+            running = agents.Runner.run_streamed(agent, "what is 2+3+1?")
+            kinds = {one.type async for one in running.stream_events()}
+            assert "raw_response_event" in kinds
+        else:
+            running = await agents.Runner.run(agent, "what is 2+3+1?")
+        assert (running.final_output, seen) == ("it is 6", [5, 6])
+        history = [*running.to_input_list(), {"role": "user", "content": "thanks"}]
+        assert (await agents.Runner.run(agent, history)).final_output == "bye"
+        assert_kept(it)
+        assert it.calls.conversation.branches == ()
+        assert len(it.calls.conversation.turns) == 4
+
+
+ADD: dict[str, Any] = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_anthropic_s_client_calls_a_tool_and_thinks(streams: bool):
+    anthropic: Any = pytest.importorskip("anthropic")
+    says = ["hm</think>so " + call("add", a=2, b=3), "it is 5", "x" * 50, "no"]
+    async with asyncio.timeout(HANG_S), served(*says) as it:
+        client = anthropic.AsyncAnthropic(
+            base_url=it.server.url.removesuffix("/v1"), api_key=it.key, max_retries=0
+        )
+
+        async def ask(messages: list[Any], **options: object) -> Any:  # noqa: ANN401 Anthropic's
+            asked = {"model": "policy", "max_tokens": 200, "messages": messages, **options}
+            if not streams:
+                return await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                async for _event in stream:
+                    pass
+                return await stream.get_final_message()
+
+        asked = {"system": "Add.", "tools": [ADD]}
+        messages: list[Any] = [{"role": "user", "content": "2+3?"}]
+        first = await ask(messages, **asked)
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+        assert (first.content[0].thinking, first.content[1].text) == ("hm", "so ")
+        assert (first.stop_reason, first.content[2].input) == ("tool_use", {"a": 2, "b": 3})
+        result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "5"}
+        messages += [{"role": "assistant", "content": first.content}]
+        messages += [{"role": "user", "content": [result]}]
+        second = await ask(messages, **asked)
+        assert (second.stop_reason, second.content[0].text) == ("end_turn", "it is 5")
+        messages += [{"role": "assistant", "content": second.content}]
+        messages += [{"role": "user", "content": "so?"}]
+        third = await ask(messages, **{**asked, "max_tokens": 4})
+        assert (third.stop_reason, third.usage.output_tokens) == ("max_tokens", 4)
+        assert it.calls.conversation.branches == ()
+        assert_kept(it)
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]"):
+            await ask(messages, tools=[{"type": "bash_20250124", "name": "bash"}])
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.with_options(api_key="no").messages.create(
+                model="policy", max_tokens=1, messages=messages
+            )
+        await client.close()
+
+
+@pytest.mark.skipif(not CODEX.exists(), reason="npm has not installed @openai/codex (Apache-2.0)")
+async def test_codex_runs_a_command(tmp_path: Path):
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    says = ["hm</think>" + call("exec_command", cmd="echo 5 > five.txt"), "it is five"]
+    async with asyncio.timeout(HANG_S), served(*says, max_tokens=999_999) as it:
+        (home / "config.toml").write_text(CODEX_SETTINGS.format(url=it.server.url))
+        codex = await asyncio.create_subprocess_exec(
+            *(CODEX, "exec", "--skip-git-repo-check", "what is 2+3?"),
+            cwd=work,
+            env={**os.environ, "CODEX_HOME": str(home), "POLICY_KEY": it.key},  # noqa: TID251
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            output, errors = await codex.communicate()
+        finally:
+            if codex.returncode is None:
+                codex.kill()
+        assert codex.returncode == 0, errors.decode()[-4000:]
+        assert "it is five" in output.decode()
+        assert (work / "five.txt").read_text() == "5\n"
+        assert_kept(it)
+        assert it.calls.conversation.branches == ()
 
 
 async def test_smolagents_call_a_tool():

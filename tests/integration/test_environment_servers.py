@@ -139,12 +139,13 @@ async def test_whether_it_may_reward_is_known_here():
             assert servers.may_reward is expected
 
 
-async def test_an_agent_there_reaches_the_policy_here():
-    async with serving("rollout") as served, linked(served) as servers:
+@pytest.mark.parametrize(("name", "num_branches"), [("rollout", 1), ("asks_on_other_wires", 0)])
+async def test_an_agent_there_reaches_the_policy_here(name: str, num_branches: int):
+    async with serving(name) as served, linked(served) as servers:
         assert servers.drives_itself
         found, its = await played(servers, ["7", "yes"])
         assert (found.reward, found.parts) == (1.0, {"length": 1.0})
-        assert len(its.conversation.branches) == 1
+        assert len(its.conversation.branches) == num_branches
 
 
 async def test_the_limit_and_the_reasons_of_failures_reach_the_other_side():

@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 
 from slipstream.broker.listening.gate import limit_of
-from slipstream.broker.listening.http import HttpServer, bearer, holder_of
-from slipstream.generators.capture.server import SHARE
+from slipstream.broker.listening.http import HttpServer, holder_of
+from slipstream.generators.capture.server import SHARE, key_in
 from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
@@ -89,7 +89,7 @@ class PolicyProxy:
             answers.put_nowait(msgspec.structs.replace(part, body=b"", status=_CUT_OFF))
 
     async def _carry(self, request: web.Request) -> web.StreamResponse:
-        key = holder_of(bearer(request), self._agents)
+        key = holder_of(key_in(request), self._agents)
         agent = self._agents.get(key)
         if agent is None:
             return web.json_response({"error": {"message": "no such key"}}, status=401)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 from slipstream.broker.sandbox import sandbox
@@ -166,6 +167,25 @@ async def asks_with_a_client_of_its_own(
     own = openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0)
     async with own:
         return await rollout(own, prompt)
+
+
+async def asks_on_other_wires(client: openai.AsyncOpenAI, prompt: Prompt) -> dict[str, float]:
+    """Ask by Responses and then by Messages, with the key where clients of Anthropic's have it."""
+    first = await client.responses.create(model="policy", input=prompt.text)
+    said = first.output_text
+    messages = [
+        {"role": "user", "content": prompt.text},
+        {"role": "assistant", "content": [{"type": "text", "text": said}]},
+        {"role": "user", "content": "is it?"},
+    ]
+    async with httpx.AsyncClient(trust_env=False) as http:
+        second = await http.post(
+            f"{client.base_url}messages",
+            json={"model": "policy", "max_tokens": 99, "messages": messages},
+            headers={"x-api-key": client.api_key},
+        )
+    right = second.json()["content"] == [{"type": "text", "text": "yes", "citations": None}]
+    return {"score": float(right), "length": float(len(said))}
 
 
 async def asks_on(client: openai.AsyncOpenAI, prompt: Prompt) -> float:

@@ -483,6 +483,8 @@ async def test_others_are_answered_while_a_large_request_is_rendered(where: str)
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only chosen tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format", "forced into a form"),
         ({"stop": [""]}, "stop", "empty"),
+        ({"functions": [{"name": "look"}]}, "functions", "not offered"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "not offered"),
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(
@@ -588,7 +590,7 @@ async def test_a_client_s_own_sampling_parameters_do_not_change_the_distribution
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its_history(seed: int):
-    """Continue, edit, cut, compact, call tools, ask in parallel, go away."""
+    """Continue, edit, cut, compact, call tools, ask in parallel, begin replies, go away."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -603,7 +605,9 @@ async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its
         histories: list[list[Any]] = [[]]
         for _ in range(25):
             history = list(rng.choice(histories))
-            match rng.choice(["on", "on", "on", "cut", "edit", "compact", "both", "leave"]):
+            match rng.choice(
+                ["on", "on", "on", "cut", "edit", "compact", "both", "begin", "leave"]
+            ):
                 case "cut":
                     history = history[: rng.randint(0, len(history))]
                 case "edit" if history:
@@ -614,6 +618,13 @@ async def test_what_is_trained_is_what_was_sampled_whatever_a_client_does_to_its
                     histories += await asyncio.gather(
                         turn(it, [*history, user("1")]), turn(it, [*history, user("1")])
                     )
+                    continue
+                case "begin":
+                    begun = said(text())
+                    *asked, reply = await turn(it, [*history, user("begin"), begun])
+                    begun["content"] += reply.content or ""
+                    begun["tool_calls"] = reply.model_dump()["tool_calls"] or []
+                    histories.append([*asked[:-1], begun])
                     continue
                 case "leave":
                     it.engine.hold = asyncio.Event()
@@ -724,3 +735,67 @@ async def test_one_trajectory_cannot_take_all_connections():
 async def test_a_connection_that_asks_nothing_is_closed(begun: bytes):
     async with served("yes", idle_s=0.05) as it, Door(it) as door:
         assert await (await door.connect(begun)).read() == b""
+
+
+async def test_a_reply_that_was_cut_off_is_continued_from_its_tokens():
+    async with served("hm</think>a long text", "ng text", " and more", "so") as it:
+        history = [user("?")]
+        first = (await ask(it, history, max_tokens=14)).choices[0]
+        assert (first.finish_reason, first.message.content) == ("length", "a lo")
+        message = {"role": "assistant", "content": "a lo"}  # without its thought
+        second = (await ask(it, [*history, message], max_tokens=7)).choices[0].message
+        assert (second.content, getattr(second, "reasoning_content", None)) == ("ng text", None)
+        message["content"] += second.content
+        third = (await ask(it, [*history, message])).choices[0].message.content
+        assert third == " and more"
+        message["content"] += third
+        assert it.calls.newest_history[1:] == [
+            {"role": "assistant", "content": "a long text and more", "reasoning_content": "hm"}
+        ]
+        await ask(it, [*history, message, user("so?")])
+        assert it.calls.conversation.branches == ()
+        assert it.tokens == (
+            "<|user|>\n?<|end|>\n<|assistant|>\nhm</think>a long text and more<|end|>"
+            "\n<|user|>\nso?<|end|>\n<|assistant|>\nso<|end|>"
+        )
+        assert [turn.num_tokens for turn in it.calls.conversation.turns] == [31, 3]
+
+
+async def test_a_reply_that_a_client_began_is_continued_and_what_it_wrote_is_context():
+    async with served("4", "5. CALL " + CALL, "found") as it:
+        history = [user("2+2?"), said("4"), user("2+3?")]
+        await ask(it, history[:1])
+        second = (await ask(it, [*history, said("It is ")], tools=[LOOK])).choices[0].message
+        assert second.content == "5. "
+        whole = {**second.model_dump(), "content": "It is 5. "}
+        result = {"role": "tool", "tool_call_id": "1", "content": "it"}
+        await ask(it, [*history, whole, result], tools=[LOOK])
+        ids, turns = it.calls.conversation.token_ids, it.calls.conversation.turns
+        written = [decode(ids[turn.first_token : turn.end]) for turn in turns]
+        assert written == ["4<|end|>", f"5. CALL {CALL}<|end|>", "found<|end|>"]
+        assert "<|assistant|>\nIt is 5. CALL" in it.tokens
+        assert len(it.calls.conversation.branches) == 1, "of other tools"
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (said("4"), "a reply of the policy that has ended"),
+        ({**said(""), "tool_calls": [{"function": {"name": "look"}}]}, "results are missing"),
+        ({**said("so"), "reasoning_content": "hm"}, "with a thought"),
+        (said("hm</think>"), "read as a thought"),
+        (said("CALL " + CALL), "read as a thought, a call"),
+        (said("so<|end|>"), "marks of the chat template"),
+    ],
+)
+async def test_an_assistant_s_turn_that_cannot_be_continued_is_refused(
+    last: dict[str, Any], why: str
+):
+    async with served("4") as it:
+        await ask(it, [user("2+2?")])
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
+            await ask(it, [user("2+2?"), last], tools=[LOOK] if "call" in why else [])
+        assert caught.value.param == "messages"
+        with pytest.raises(openai.BadRequestError, match="the only one"):
+            await ask(it, [last | {"content": "x", "tool_calls": [], "reasoning_content": ""}])
+        assert len(it.engine.asked) == 1

@@ -1,17 +1,26 @@
-"""Replies in the form of OpenAI's API: as a whole, and in the chunks of a stream."""
+"""OpenAI's chat and text completions: ``/v1/chat/completions`` and ``/v1/completions``."""
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
+import msgspec
 from typing_extensions import override
 
+from slipstream.generators.capture.wires import (
+    CallRefusal,
+    Object,
+    Question,
+    TokenText,
+    Wire,
+    event,
+    pieces,
+)
 from slipstream.generators.turns.calls import RecordedReply
+from slipstream.generators.turns.requests import ChatRequest, TextRequest
 from slipstream.wire.messages.trajectory import Json
-
-_PIECE = 16  # characters of a chunk
-Object = dict[str, Json]
 
 
 class ReplyObject:
@@ -23,9 +32,14 @@ class ReplyObject:
     last: ClassVar[Object]  # fields of the last choice, which has no text
 
     def __init__(
-        self, model: str, reply: RecordedReply, token_text: Callable[[int], str] | None
+        self,
+        request: ChatRequest | TextRequest,
+        model: str,
+        reply: RecordedReply,
+        token_text: TokenText,
     ) -> None:
-        """Answer with a reply, and with the logprobs of its tokens if ``token_text`` is given."""
+        """Answer a request with a reply; ``token_text`` returns the text of one token."""
+        self._request = request
         self._reply = reply
         completion = reply.completion
         self._head: Object = {
@@ -34,7 +48,7 @@ class ReplyObject:
             "model": model,
         }
         self._logprobs: Json = None
-        if token_text is not None:
+        if request.wants_logprobs:
             texts = [token_text(token_id) for token_id in completion.token_ids]
             self._logprobs = self._written(texts, completion.logprobs)
 
@@ -55,8 +69,12 @@ class ReplyObject:
         choice["logprobs"] = self._logprobs
         return {**self._head, "object": self.name, "choices": [choice], "usage": self._usage}
 
-    def chunks(self, *, counts_usage: bool) -> Iterator[Object]:
+    def stream(self) -> Iterator[bytes]:
         """Yield the answer in chunks."""
+        yield from map(event, self._chunks())
+        yield b"data: [DONE]\n\n"
+
+    def _chunks(self) -> Iterator[Object]:
         head = {**self._head, "object": self.name_of_chunk}
         logprobs = self._logprobs
         for piece in self._pieces():
@@ -64,7 +82,7 @@ class ReplyObject:
             logprobs = None
         end = self._choice(finish_reason=self._reply.finish_reason, **self.last)
         yield {**head, "choices": [end]}
-        if counts_usage:
+        if self._request.counts_usage:
             yield {**head, "choices": [], "usage": self._usage}
 
     def _choice(self, **fields: Json) -> Object:
@@ -102,7 +120,7 @@ class ChatCompletion(ReplyObject):
             ("reasoning_content", self._reply.thought),
             ("content", self._reply.text),
         ):
-            for piece in _pieces(text):
+            for piece in pieces(text):
                 yield {"delta": {name: piece}}
         for index, call in enumerate(self._reply.tool_calls):
             yield {"delta": {"tool_calls": [{"index": index, **call}]}}
@@ -132,9 +150,30 @@ class TextCompletion(ReplyObject):
 
     @override
     def _pieces(self) -> Iterator[Object]:
-        for piece in _pieces(self._reply.text) or [""]:
+        for piece in pieces(self._reply.text) or [""]:
             yield {"text": piece}
 
 
-def _pieces(text: str) -> list[str]:
-    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+def _read_chat(body: bytes) -> Question:
+    request = msgspec.json.decode(body, type=ChatRequest)
+    return Question(request, partial(ChatCompletion, request))
+
+
+def _read_text(body: bytes) -> Question:
+    request = msgspec.json.decode(body, type=TextRequest)
+    return Question(request, partial(TextCompletion, request))
+
+
+def refuse(refusal: CallRefusal) -> Object:
+    """Return an error in OpenAI's form."""
+    error = {
+        "message": refusal.message,
+        "type": "invalid_request_error" if refusal.status < 500 else "server_error",
+        "code": refusal.code,
+        "param": refusal.param or None,
+    }
+    return {"error": error}
+
+
+CHAT = Wire("/v1/chat/completions", _read_chat, refuse)
+TEXT = Wire("/v1/completions", _read_text, refuse)

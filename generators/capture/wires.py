@@ -1,0 +1,155 @@
+"""Pure: what the wires of the endpoint have in common: how they read, answer, stream and refuse."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from slipstream.generators.turns.calls import RecordedReply
+from slipstream.generators.turns.requests import BadRequestError, ChatRequest, TextRequest
+from slipstream.wire.messages.trajectory import Json
+
+_PIECE = 16  # characters of a piece of a stream
+Object = dict[str, Json]
+TokenText = Callable[[int], str]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Answer(Protocol):
+    """A reply in the form of one wire."""
+
+    def whole(self) -> Object:
+        """Return the answer."""
+        ...
+
+    def stream(self) -> Iterator[bytes]:
+        """Yield the server-sent events of the answer."""
+        ...
+
+
+class Question(NamedTuple):
+    """A request as the calls of a trajectory take it."""
+
+    request: ChatRequest | TextRequest
+    answer: Callable[[str, RecordedReply, TokenText], Answer]
+    """Forms the answer, of the name of the model, the reply, and what returns a token's text."""
+
+
+class CallRefusal(NamedTuple):
+    """A refusal, before a wire puts it into words."""
+
+    status: int
+    message: str
+    code: str
+    param: str = ""  # field at fault
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One kind of requests and answers."""
+
+    path: str
+    read: Callable[[bytes], Question]
+    """Reads a body; raises BadRequestError, RecursionError, or DecodeError of msgspec."""
+    refuse: Callable[[CallRefusal], Object]
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of fields that chat completions call otherwise, by their names there."""
+
+
+def event(data: Object, name: str = "") -> bytes:
+    """Return a server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def pieces(text: str) -> list[str]:
+    """Return a text in the pieces of a stream; of an empty one there are none."""
+    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+
+
+def fields_of(body: bytes, kind: type[T]) -> T:
+    """Return the fields of a request that are not null.
+
+    Raises:
+        BadRequestError: a field is not in ``kind``; the error names it.
+        DecodeError: it is malformed.
+        RecursionError: it is nested too deeply.
+    """
+    given = msgspec.json.decode(body, type=dict[str, Json])
+    given = {name: value for name, value in given.items() if value is not None}
+    offered = {entry.encode_name for entry in msgspec.structs.fields(kind)}
+    if others := sorted(given.keys() - offered):
+        raise BadRequestError(f"{others[0][:200]} is not offered", others[0][:200])
+    return msgspec.convert(given, kind)
+
+
+def text_of(content: Json, kinds: Sequence[str], where: str) -> str:
+    """Return the text of a message's content, which is a text or a list of parts of these kinds.
+
+    Raises:
+        BadRequestError: another part; the error names it.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequestError(f"{where} is not text", where)
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        at = f"{where}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(text, str):
+            raise BadRequestError(f"{at} of type {str(kind)[:200]} is not text", at)
+        texts.append(text)
+    return "".join(texts)
+
+
+def function_of(name: str, description: Json, parameters: Json) -> Object:
+    """Return a tool as chat completions have it, without what is absent."""
+    more = {"description": description, "parameters": parameters}
+    present = {key: value for key, value in more.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **present}}
+
+
+class Messages:
+    """Messages of chat completions, as they are put together from smaller parts.
+
+    What an assistant says in several parts side by side is one message: a thought, text, calls.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a message."""
+        self.all: list[Object] = []
+
+    def add(self, role: str, content: str, **more: Json) -> None:
+        """Add a message; text of an assistant continues its message before."""
+        last = self._last() if role == "assistant" else None
+        if last is not None and "tool_calls" not in last:
+            last["content"] += content
+        else:
+            self.all.append({"role": role, "content": content, **more})
+
+    def think(self, thought: str) -> None:
+        """Add a thought, which begins a message or continues its thought."""
+        last = self._last()
+        if last is None or last["content"] or "tool_calls" in last:
+            last = {"role": "assistant", "content": ""}
+            self.all.append(last)
+        last["reasoning_content"] = last.get("reasoning_content", "") + thought
+
+    def call(self, call_id: str, name: str, arguments: Json) -> None:
+        """Add a call of a tool to the assistant's message before, or begin one."""
+        last = self._last()
+        if last is None:
+            last = {"role": "assistant", "content": ""}
+            self.all.append(last)
+        function = {"name": name, "arguments": arguments}
+        last.setdefault("tool_calls", []).append(
+            {"id": call_id, "type": "function", "function": function}
+        )
+
+    def _last(self) -> Object | None:
+        last = self.all[-1] if self.all else None
+        return last if last is not None and last["role"] == "assistant" else None
