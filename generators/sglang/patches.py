@@ -461,6 +461,7 @@ class ExpertsBefore:
                     req_pool_idx=req.kv.req_pool_idx,
                     seqlen=len(req.origin_input_ids) + len(req.output_ids),
                     req_to_token_pool=req_to_token_pool,
+                    start_len=req.routed_experts_start_len,
                 )
                 if before is not None:
                     every[: len(before)] = before
@@ -479,7 +480,6 @@ class ExpertsBefore:
             collect(self, req)
             before = getattr(req, "experts_before", None)
             if req.routed_experts is not None and before is not None:
-                before = before[req.routed_experts_start_len :]
                 req.routed_experts[: len(before)] = before
 
         replace(processor, "_maybe_collect_routed_experts", _maybe_collect_routed_experts)

@@ -9,7 +9,7 @@ from os.path import commonprefix
 import msgspec
 
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.turns.conversation import Conversation, TrajectoryLimitError
+from slipstream.generators.turns.conversation import Conversation, Experts, TrajectoryLimitError
 from slipstream.generators.turns.histories import (
     digests_of,
     encoded,
@@ -57,6 +57,7 @@ class RecordedReply:
     asked: tuple[Mapping[str, Json], ...] = ()  # messages of the request
     tools: tuple[Json, ...] = ()  # tools of the request, sorted
     text_until: str = ""  # prompt and reply of a text request
+    experts_before: tuple[Experts, ...] = ()  # experts of its prompt that were known before
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -140,7 +141,7 @@ class TrajectoryCalls:
             EngineError: the engine failed.
         """
         tools, digest, prompt_ids = await off_loop(size, self._understood, request)
-        with self._params_of(prompt_ids, request.limit, request.stops) as params:
+        with self._params_of(prompt_ids, request.limit, request.stops) as (params, experts):
             completion = await self._sample(prompt_ids, params)
             parsed = await self._parse(self._decode(completion.token_ids), tools)
         known = {tool["function"]["name"] for tool in tools}
@@ -154,6 +155,7 @@ class TrajectoryCalls:
             rejected=Counter(unknown=unknown, unreadable=parsed.num_unreadable),
             asked=tuple(request.messages),
             tools=tools,
+            experts_before=experts,
         )
         (whole,) = numbered([normalized(reply.message)])
         bare = {name: value for name, value in whole.items() if name != "reasoning_content"}
@@ -169,17 +171,19 @@ class TrajectoryCalls:
         """
         prompt = request.prompt
         ids = await off_loop(size, self._continued, request)
-        with self._params_of(ids, request.max_tokens, request.stops) as params:
+        with self._params_of(ids, request.max_tokens, request.stops) as (params, experts):
             completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
         until = prompt + text if isinstance(prompt, str) else ""
         content = prompt if isinstance(prompt, str) else self._decode(ids)
         asked = ({"role": "user", "content": content},)
-        return RecordedReply(ids, completion, text, [], asked=asked, text_until=until)
+        return RecordedReply(
+            ids, completion, text, [], asked=asked, text_until=until, experts_before=experts
+        )
 
     def keep(self, reply: RecordedReply) -> None:
         """Make a reply part of the trajectory."""
-        self.conversation.add(reply.prompt_ids, reply.completion)
+        self.conversation.add(reply.prompt_ids, reply.completion, reply.experts_before)
         self._kept.append(reply)
         self.rejected += reply.rejected
         self.engine_error = None  # another attempt succeeded
@@ -196,12 +200,21 @@ class TrajectoryCalls:
     @contextmanager
     def _params_of(
         self, prompt_ids: list[int], limit: int | None, stops: tuple[str, ...]
-    ) -> Iterator[SamplingParams]:
-        """Yield a reply's parameters; its room in the trajectory is reserved meanwhile."""
+    ) -> Iterator[tuple[SamplingParams, tuple[Experts, ...]]]:
+        """Yield a reply's parameters and the known experts of its prompt, which are not recorded.
+
+        Its room in the trajectory is reserved meanwhile.
+        """
         longest = self._params.max_new_tokens
+        known = self.conversation.known_experts(prompt_ids)
         with self.conversation.room(prompt_ids, min(longest, limit or longest)) as most:
             stop = (*self._params.stop, *stops)
-            yield replace(self._params, max_new_tokens=most, stop=stop)
+            yield (
+                replace(
+                    self._params, max_new_tokens=most, stop=stop, experts_from=sum(map(len, known))
+                ),
+                known,
+            )
 
     # ---- sizes -----------------------------------------------------------------
 
