@@ -240,7 +240,8 @@ def _freeze_nothing(module: ModuleType) -> None:
     """Keep a server from asking itself to freeze its garbage collectors.
 
     SGLang asks over HTTP after its warm-up. Without one it asks before its socket listens, most of
-    the time: its log gets four tracebacks, and nothing is frozen.
+    the time: its log gets four tracebacks, and nothing is frozen. ``sglang/process.py`` asks once
+    the server answers.
     """
 
     def _freeze_gc_after_server_warmup(server_args: object) -> None:

@@ -47,7 +47,7 @@ class _Branch:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.calls: list[_Call] = []
-        self.experts: list[Experts] = []  # of its first n - 1 tokens, each as first recorded
+        self.experts: list[Experts] = []  # rows of its first n - 1 tokens, as first recorded
 
     def continues(self, prompt_ids: Sequence[int]) -> bool:
         """True if a prompt begins with all of this branch."""

@@ -20,6 +20,14 @@ _SERVER = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.model_runner",
 )
+_DEFAULTS = (
+    "disable_overlap_schedule",
+    "prefill_decode_interval",
+    "prefill_decode_interval_min_bs",
+    "attention_backend",
+    "cuda_graph_backend_prefill",
+    "disable_cuda_graph",
+)
 PACKAGES = ("algos", "broker", "deploy", "generators", "learner", "weightbus", "wire")
 
 
@@ -42,7 +50,9 @@ def check_names() -> Iterator[str]:
 
 
 def check_flags() -> Iterator[str]:
-    """Yield SGLang's objections to the settings and variables of an engine on a GPU."""
+    """Yield what SGLang reads of an engine on a GPU, and which of its variables it knows."""
+    from argparse import ArgumentParser
+
     from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
 
@@ -50,6 +60,8 @@ def check_flags() -> Iterator[str]:
     from slipstream.generators.sglang import server, start_order
     from tests.support.blank_model import write_blank_model
 
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_blank_model(folder, hidden=64, layers=1)
@@ -60,11 +72,13 @@ def check_flags() -> Iterator[str]:
                     "generators": {"device": "cuda", "sglang": {"tp_size": 2}},
                     "weightbus": {"in_flight": mode},
                     "sampling": {"seed_per_sibling": True},
+                    "environment": {"function": "environments.py:count", "max_tokens": 64},
                 }
             )
             flags = start_order.server_flags(settings, port=1, api_key="0", seed_of="g")
             arguments = server._arguments(flags, set(ServerArgs.__struct_fields__))
-            yield f"{mode}: {len(arguments)} arguments"
+            read = vars(parser.parse_args(arguments))
+            yield f"{mode}: " + " ".join(f"{name}={read[name]}" for name in _DEFAULTS)
             given = start_order.environment_of(settings, folder).keys() - os.environ.keys()  # noqa: TID251
     for variable in sorted(one for one in given if one.startswith("SGLANG_")):
         yield f"{variable}: {'known' if hasattr(envs, variable) else 'unknown'}"
