@@ -58,7 +58,7 @@ def test_an_engine_for_a_gpu_can_be_imported_and_knows_its_settings_and_variable
     assert lines[1:3] == ["dependent launches: False", "a GEMM of newer GPUs: False"], "unasked"
     own = (
         "prefill_decode_interval=8 prefill_decode_interval_min_bs=32 attention_backend=triton "
-        "cuda_graph_backend_prefill=None disable_cuda_graph=False"
+        "decode=full prefill=breakable"
     )
     assert lines[3:5] == [
         f"retract: disable_overlap_schedule=False {own}",
