@@ -72,7 +72,7 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     ends the run. They win over the flags that Slipstream sets itself. One of these is
     `enable_fp32_lm_head`, logits in float32 as the learner computes them: in bfloat16 a logprob is
     off by 0.02 nats on average. Set it to `false` for the engine's own type. Another is
-    `disable_overlap_schedule`, which may be `false` with `weightbus.in_flight = "retract"`.
+    `disable_overlap_schedule`, `false` on a GPU with `weightbus.in_flight = "retract"`.
     """
 
     count: AtLeast0 = 2

@@ -31,6 +31,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_kept: int = 0  # above 0: record at most this number of kept tokens at each step
     experts_of: ExpertLayers | None = None  # record the experts of each token in these layers
+    experts_from: int = 0  # first token whose experts are recorded; at most the prompt's length
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
     stop_token_ids: tuple[int, ...] = ()  # further tokens besides the model's own
 
@@ -48,8 +49,9 @@ class Completion:
     distribution over these alone. None if they were not requested: ``logprobs`` are then over the
     whole vocabulary, whatever part of it was sampled from."""
     experts: NDArray[np.int32] | None = None
-    """[P + N - 1, layers with experts, experts of a token], for each token of prompt and response
-    but the last, for which nothing was computed. None if they were not requested."""
+    """[P + N - 1 - experts_from, layers with experts, experts of a token], for each token of prompt
+    and response from ``experts_from`` on but the last, for which nothing was computed. None if they
+    were not requested."""
 
 
 class Scores(NamedTuple):

@@ -85,15 +85,14 @@ def _main() -> int:
     name = own_name(arguments.name)
     from slipstream.generators.config import generator_settings
     from slipstream.generators.nodes.membership import place_of
-    from slipstream.generators.sglang.start_order import server_flags
+    from slipstream.generators.sglang.start_order import described
 
     try:
         table = load_arguments(arguments)
         settings, logs = generator_settings(table), log_settings(table)
         place = place_of(settings, arguments.follow, arguments.rendezvous)
         if arguments.dry_run:
-            flags = server_flags(settings, port=0, api_key="(random)", seed_of=name)
-            print("\n".join(f"sglang {name} = {value}" for name, value in flags.items()))  # noqa: T201
+            print("\n".join(described(settings, name)))  # noqa: T201
             return 0
     except ConfigError as error:
         return refuse_settings(error, arguments)

@@ -15,11 +15,8 @@ from slipstream.generators.sglang.running import running_engine
 from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 
-# An engine on a GPU without sgl_kernel: what runs is torch's and Triton's.
-WITHOUT_KERNELS: dict[str, str | int | float | bool] = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
+# An engine on a GPU that it shares, and that starts soon.
+SMALL: dict[str, str | int | float | bool] = {
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.5,
     "max_total_tokens": 16384,
@@ -62,11 +59,10 @@ async def engine_of(
 
     ``graphs``: its decoding is recorded as CUDA graphs; nothing on a CPU.
     """
-    flags = dict(WITHOUT_KERNELS) if has_cuda() else {}
+    flags = dict(SMALL) if has_cuda() else {}
     if graphs and flags.pop("disable_cuda_graph", False):
         flags |= {"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 8}
-    if overlaps:
-        flags["disable_overlap_schedule"] = False
+    flags["disable_overlap_schedule"] = not overlaps
     settings = generator_settings(
         {
             "run": {"name": name, "dir": str(folder), "model": str(model), "group_size": 2},

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.device.engines import WITHOUT_KERNELS, has_cuda
+from benchmarks.device.engines import SMALL, has_cuda
 from benchmarks.device.report import Report
 
 ENGINE = "slipstream.generators.sglang.server"
@@ -51,7 +51,7 @@ def run_loop(
     if has_cuda():  # one GPU for both: NCCL takes no two ranks on it
         wanted |= {"weightbus.backend": "gloo", "weightbus.transport": "collective"}
         wanted["deploy.share_gpus"] = True
-        wanted |= {f"generators.sglang.{name}": flag for name, flag in WITHOUT_KERNELS.items()}
+        wanted |= {f"generators.sglang.{name}": flag for name, flag in SMALL.items()}
         wanted["reward.sandbox"] = "none"  # a borrowed machine may have no bubblewrap
     wanted |= settings
     overrides = [

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.bench_agents import NEEDS, measured, parser, share_of_one_turn
-from benchmarks.device.engines import WITHOUT_KERNELS, device_name, has_cuda
+from benchmarks.device.engines import device_name, has_cuda
 from benchmarks.device.report import Report, run_stage
 
 _ON_GPU = (
@@ -21,11 +21,10 @@ def work(report: Report, _out: Path) -> None:
         [*(_ON_GPU if has_cuda() else _ON_CPU), "--device", device_name(), "--sandbox", "none"]
     )
     if has_cuda():
-        flags = {name: value for name, value in WITHOUT_KERNELS.items() if "graph" not in name}
-        del flags["max_total_tokens"]
-        arguments.sglang = flags | {
-            "cuda_graph_backend_prefill": "disabled",
+        arguments.sglang = {
+            "mem_fraction_static": 0.5,
             "cuda_graph_max_bs_decode": arguments.sequences,
+            "cuda_graph_max_bs_prefill": 2048,  # tokens; larger batches are no graph
         }
     medians = measured(arguments)
     for name, one in medians.items():

@@ -166,6 +166,7 @@ class SglangEngine:
             "return_logprob": True,
             "return_sampling_mask": params.max_kept > 0,
             "return_routed_experts": params.experts_of is not None,
+            "routed_experts_start_len": params.experts_from,
         }
 
     async def _answers(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -487,7 +488,11 @@ def completion_of(
         experts=(
             None
             if params.experts_of is None
-            else _experts(answer, num_prompt_tokens + len(token_ids), params.experts_of)
+            else _experts(
+                answer,
+                num_prompt_tokens + len(token_ids) - 1 - params.experts_from,
+                params.experts_of,
+            )
         ),
     )
 
@@ -525,8 +530,8 @@ def scores_of(
 def _experts(answer: dict[str, Any], num_tokens: int, layers: ExpertLayers) -> NDArray[np.int32]:
     try:
         data = base64.b64decode(answer["meta_info"]["routed_experts"])
-        chosen = np.frombuffer(data, "<i4").reshape(num_tokens - 1, layers.total, -1)
+        chosen = np.frombuffer(data, "<i4").reshape(num_tokens, layers.total, -1)
     except (KeyError, TypeError, ValueError) as error:
-        what = f"experts of {num_tokens - 1} tokens in {layers.total} layers"
+        what = f"experts of {num_tokens} tokens in {layers.total} layers"
         raise EngineError(f"SGLang /generate: {what} asked, got {error!r}") from error
     return chosen[:, layers.dense :]

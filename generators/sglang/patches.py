@@ -240,7 +240,8 @@ def _freeze_nothing(module: ModuleType) -> None:
     """Keep a server from asking itself to freeze its garbage collectors.
 
     SGLang asks over HTTP after its warm-up. Without one it asks before its socket listens, most of
-    the time: its log gets four tracebacks, and nothing is frozen.
+    the time: its log gets four tracebacks, and nothing is frozen. ``sglang/process.py`` asks once
+    the server answers.
     """
 
     def _freeze_gc_after_server_warmup(server_args: object) -> None:
@@ -461,6 +462,7 @@ class ExpertsBefore:
                     req_pool_idx=req.kv.req_pool_idx,
                     seqlen=len(req.origin_input_ids) + len(req.output_ids),
                     req_to_token_pool=req_to_token_pool,
+                    start_len=req.routed_experts_start_len,
                 )
                 if before is not None:
                     every[: len(before)] = before
@@ -479,7 +481,6 @@ class ExpertsBefore:
             collect(self, req)
             before = getattr(req, "experts_before", None)
             if req.routed_experts is not None and before is not None:
-                before = before[req.routed_experts_start_len :]
                 req.routed_experts[: len(before)] = before
 
         replace(processor, "_maybe_collect_routed_experts", _maybe_collect_routed_experts)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import aiohttp
 import psutil
 
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.sglang.device_defaults import device_defaults, installed_packages
 from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, counted, told
 from slipstream.generators.sglang.start_order import (
     HOST,
@@ -34,10 +36,12 @@ from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
+_log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 SGLang puts it there
 _NOTES = "shared-memory.txt"
 _POLL_S = 0.25
 _ANSWER_S = 4.0  # limit for one probe
+_FREEZE_S = 30.0
 _STOP_S = 3.0
 _LINES_OF_A_FAILURE = 200
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b")  # last line of a traceback
@@ -76,6 +80,7 @@ class SglangProcess:
     log_file: Path
     scratch: Path  # private folder for its temporary files
     ready_url: str = ""  # answers once it has started
+    freezes_collectors: bool = False  # garbage collectors of its processes, once it has started
     told: Counter[str] = field(default_factory=Counter)  # warnings in the log's last count
 
     @classmethod
@@ -132,7 +137,16 @@ class SglangProcess:
         url = f"http://{HOST}:{port}"
         # Servers of other nodes only report that they have started.
         path = "model_info" if node is None or node.node == 0 else "health"
-        return cls(process, url, api_key, log_file, scratch, f"{url}/{path}")
+        defaults = device_defaults(settings, installed_packages())
+        return cls(
+            process,
+            url,
+            api_key,
+            log_file,
+            scratch,
+            ready_url=f"{url}/{path}",
+            freezes_collectors=defaults.freezes_collectors,
+        )
 
     async def until_ready(self, timeout_s: float) -> None:
         """Return once the server answers.
@@ -166,6 +180,8 @@ class SglangProcess:
                         f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
                     )
                 await asyncio.sleep(_POLL_S)
+            if self.freezes_collectors:
+                await freeze_collectors(http, self.url)
         self.tell_what_is_left_out()
 
     def tell_what_is_left_out(self) -> None:
@@ -256,3 +272,17 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+async def freeze_collectors(http: aiohttp.ClientSession, url: str) -> None:
+    """Have a server's garbage collectors pass over what it holds now: most of it lives to its end.
+
+    The scheduler, the tokenizer and the detokenizer do so. A server that does not is slower and
+    works: it is logged.
+    """
+    try:
+        limit = aiohttp.ClientTimeout(_FREEZE_S)
+        async with http.post(f"{url}/freeze_gc", timeout=limit) as response:
+            response.raise_for_status()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        _log.warning("SGLang's garbage collectors are not frozen: %r", error)

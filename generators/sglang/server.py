@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.generators.sglang import patches, policy_model
-from slipstream.generators.sglang.start_order import Flag
+from slipstream.generators.sglang.device_defaults import Flag
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.processes import die_with_parent
 

@@ -6,11 +6,13 @@ import random
 import secrets
 import socket
 import zlib
+from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.sglang.device_defaults import Flag, device_defaults, installed_packages
 from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, LEFT_OUT_VARIABLE
 from slipstream.generators.sglang.patches import (
     ADAPTERS_VARIABLE,
@@ -46,9 +48,6 @@ _PORT_TRIES = 100
 _RENDEZVOUS = "rendezvous"
 
 
-Flag: TypeAlias = str | int | float | bool | list[str]
-
-
 class EngineNode(NamedTuple):
     """One server's part of an engine on several hosts."""
 
@@ -65,8 +64,13 @@ def server_flags(
     api_key: str,
     seed_of: str,
     node: EngineNode | None = None,
+    packages: Set[str] | None = None,
 ) -> dict[str, Flag]:
-    """Return SGLang's settings: ours first, then the device's, then [generators.sglang]."""
+    """Return SGLang's settings: ours first, then the device's, then [generators.sglang].
+
+    ``packages`` are those that the device's depend on; None takes the installed ones.
+    """
+    packages = installed_packages() if packages is None else packages
     generators = settings.generators
     flags: dict[str, Flag] = {
         "model_path": str(settings.model.resolve()),
@@ -78,7 +82,6 @@ def server_flags(
         # A probe is computed in parallel to all answers, and does not wait for one to end.
         "max_running_requests": generators.max_sequences + settings.num_probe_sequences,
         "skip_server_warmup": True,
-        "disable_overlap_schedule": True,  # keeps the labels exact to the token
         "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16
         # On a GPU SGLang would turn the shared experts of GLM-4.5 and DeepSeek-V3 into one more
         # routed expert, which neither the check of its weights nor routing replay knows.
@@ -94,18 +97,7 @@ def server_flags(
         flags["sampling_mask_max_tokens"] = settings.sampling.max_kept_tokens + _TIES
     if settings.sampling.seed_per_sibling:
         flags["sampling_backend"] = "pytorch"  # the one that takes seeds
-    if settings.device == "cpu":
-        flags |= {
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_cuda_graph": True,
-            # The number of tokens bounds the memory. While it loads, SGLang counts the memory of
-            # other programs on this host as its own, and gives up above this share.
-            "mem_fraction_static": 0.9,
-            "max_total_tokens": generators.max_cached_tokens,
-            "sleep_on_idle": True,
-        }
+    flags |= device_defaults(settings, packages).flags
     if settings.lora.is_named:
         flags |= _adapter_flags(settings)
     if node is not None:
@@ -113,6 +105,17 @@ def server_flags(
         # Hosts read the model at different speeds, and the first one waits for the others.
         flags["dist_timeout"] = int(AT_MOST * generators.start_timeout_s)
     return flags | generators.sglang
+
+
+def described(settings: GeneratorSettings, name: str) -> list[str]:
+    """Return a line for each setting of a generator's server, and for what follows its start."""
+    packages = installed_packages()
+    flags = server_flags(settings, port=0, api_key="(random)", seed_of=name, packages=packages)
+    freezes = device_defaults(settings, packages).freezes_collectors
+    return [
+        *(f"sglang {flag} = {value}" for flag, value in flags.items()),
+        f"sglang /freeze_gc = {freezes}",
+    ]
 
 
 def unquantized_folder(model: Path, scratch: Path) -> Path | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.turns.conversation import Conversation, TrajectoryLimitError
+from slipstream.generators.turns.conversation import Conversation, Experts, TrajectoryLimitError
 from slipstream.generators.turns.histories import (
     digests_of,
     encoded,
@@ -70,6 +70,7 @@ class RecordedReply:
     tools: tuple[Json, ...] = ()  # tools of the request, sorted
     text_until: str = ""  # prompt and reply of a text request
     beginning: Beginning = _NOTHING
+    experts_before: tuple[Experts, ...] = ()  # experts of its prompt that were known before
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -187,7 +188,7 @@ class TrajectoryCalls:
         )
         if is_foreign:
             await self._refuse_unless_text(beginning, tools)
-        with self._params_of(prompt_ids, request.limit, request.stops) as params:
+        with self._params_of(prompt_ids, request.limit, request.stops) as (params, experts):
             completion = await self._sample(prompt_ids, params)
             text = self._decode([*beginning.token_ids, *completion.token_ids])
             parsed = await self._parse(text, tools)
@@ -203,6 +204,7 @@ class TrajectoryCalls:
             asked=asked,
             tools=tools,
             beginning=beginning,
+            experts_before=experts,
         )
         (whole,) = numbered([normalized(reply.history[-1])])
         bare = {name: value for name, value in whole.items() if name != "reasoning_content"}
@@ -234,17 +236,19 @@ class TrajectoryCalls:
         """
         prompt = request.prompt
         ids = await off_loop(size, self._continued, request)
-        with self._params_of(ids, request.max_tokens, request.stops) as params:
+        with self._params_of(ids, request.max_tokens, request.stops) as (params, experts):
             completion = await self._sample(ids, params)
         text = self._decode(completion.token_ids)
         until = prompt + text if isinstance(prompt, str) else ""
         content = prompt if isinstance(prompt, str) else self._decode(ids)
         asked = ({"role": "user", "content": content},)
-        return RecordedReply(ids, completion, text, [], asked=asked, text_until=until)
+        return RecordedReply(
+            ids, completion, text, [], asked=asked, text_until=until, experts_before=experts
+        )
 
     def keep(self, reply: RecordedReply) -> None:
         """Make a reply part of the trajectory."""
-        self.conversation.add(reply.prompt_ids, reply.completion)
+        self.conversation.add(reply.prompt_ids, reply.completion, reply.experts_before)
         self._kept.append(reply)
         self.rejected += reply.rejected
         self.engine_error = None  # another attempt succeeded
@@ -261,12 +265,21 @@ class TrajectoryCalls:
     @contextmanager
     def _params_of(
         self, prompt_ids: list[int], limit: int | None, stops: tuple[str, ...]
-    ) -> Iterator[SamplingParams]:
-        """Yield a reply's parameters; its room in the trajectory is reserved meanwhile."""
+    ) -> Iterator[tuple[SamplingParams, tuple[Experts, ...]]]:
+        """Yield a reply's parameters and the known experts of its prompt, which are not recorded.
+
+        Its room in the trajectory is reserved meanwhile.
+        """
         longest = self._params.max_new_tokens
+        known = self.conversation.known_experts(prompt_ids)
         with self.conversation.room(prompt_ids, min(longest, limit or longest)) as most:
             stop = (*self._params.stop, *stops)
-            yield replace(self._params, max_new_tokens=most, stop=stop)
+            yield (
+                replace(
+                    self._params, max_new_tokens=most, stop=stop, experts_from=sum(map(len, known))
+                ),
+                known,
+            )
 
     # ---- sizes -----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ calls, and each chosen token is in the loss once.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from slipstream.generators.engine import Completion
 from slipstream.wire.messages.trajectory import FinishReason, Turn, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
+
+Experts: TypeAlias = NDArray[np.int32]  # [tokens, layers, experts of a token]
 
 
 class TrajectoryLimitError(ValueError):
@@ -29,6 +31,7 @@ class _Call(NamedTuple):
     num_before: int  # tokens of the branch before its prompt
     first_token: int  # first token of the reply
     completion: Completion
+    num_parts: int  # arrays of experts that it added to the branch
 
 
 class _BranchTurn(NamedTuple):
@@ -44,19 +47,33 @@ class _Branch:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.calls: list[_Call] = []
+        self.experts: list[Experts] = []  # rows of its first n - 1 tokens, as first recorded
 
     def continues(self, prompt_ids: Sequence[int]) -> bool:
         """True if a prompt begins with all of this branch."""
         count = len(self.token_ids)
         return count <= len(prompt_ids) and list(prompt_ids[:count]) == self.token_ids
 
-    def add(self, number: int, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def add(
+        self,
+        number: int,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        experts_before: Sequence[Experts],
+    ) -> None:
         before = len(self.token_ids)
-        self.calls.append(_Call(number, before, len(prompt_ids), completion))
+        new = list[Experts]()
+        if completion.experts is not None:
+            num_known = sum(map(len, self.experts))
+            new = _without_first(num_known, [*experts_before, completion.experts])
+        self.calls.append(_Call(number, before, len(prompt_ids), completion, len(new)))
         self.token_ids += [*prompt_ids[before:], *completion.token_ids]
+        self.experts += new
 
     def withdraw_last(self) -> None:
-        del self.token_ids[self.calls.pop().num_before :]
+        call = self.calls.pop()
+        del self.token_ids[call.num_before :]
+        del self.experts[len(self.experts) - call.num_parts :]
 
     @property
     def turns(self) -> list[_BranchTurn]:
@@ -92,14 +109,15 @@ class _Branch:
     def kept(self) -> list[list[int]]:
         return [ids for call in self.calls for ids in call.completion.kept or ()]
 
-    @property
-    def experts(self) -> list[NDArray[np.int32]]:
-        """Rows of n - 1 tokens, each from the call that computed it first."""
-        rows: list[NDArray[np.int32]] = []
-        for call in self.calls:
-            if call.completion.experts is not None:
-                rows.append(call.completion.experts[sum(map(len, rows)) :])
-        return rows
+
+def _without_first(count: int, parts: Sequence[Experts]) -> list[Experts]:
+    """Return the rows of arrays after the first ``count``; nothing is copied."""
+    rest: list[Experts] = []
+    for part in parts:
+        if count < len(part):
+            rest.append(part[count:])
+        count = max(0, count - len(part))
+    return rest
 
 
 class Conversation:
@@ -176,13 +194,34 @@ class Conversation:
             )
         return branch, new, room
 
-    def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
-        """Record a response to a prompt of these tokens."""
+    def known_experts(self, prompt_ids: Sequence[int]) -> tuple[Experts, ...]:
+        """Return the experts that a reply to this prompt need not record again.
+
+        They are of the first tokens of the branch that it would continue, one row per token. Call
+        this before ``room``.
+        """
+        branch = self._continued(prompt_ids)
+        return () if branch is None or branch in self._claimed else tuple(branch.experts)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        experts_before: Sequence[Experts] = (),
+    ) -> None:
+        """Record a response to a prompt of these tokens.
+
+        Args:
+            prompt_ids: Tokens of the prompt.
+            completion: Response; its experts follow those before.
+            experts_before: Experts known when it was requested. Its branch may have lost some of
+                them meanwhile: a reply was withdrawn, or the branch belongs to another reply.
+        """
         branch = self._continued(prompt_ids)
         if branch is None or branch in self._claimed:  # reserved for a pending reply
             branch = _Branch()
             self._branches.append(branch)
-        branch.add(self._num_calls, prompt_ids, completion)
+        branch.add(self._num_calls, prompt_ids, completion, experts_before)
         self._num_calls += 1
 
     def withdraw(self, completion: Completion) -> bool:
@@ -267,7 +306,7 @@ class Conversation:
         return kept if len(kept) == sum(turn.num_tokens for turn in self.turns) else None
 
     @property
-    def experts(self) -> NDArray[np.int32] | None:
+    def experts(self) -> Experts | None:
         """[T - number of branches, layers, experts]; None if they are not known."""
         rows = [part for branch in self._branches for part in branch.experts]
         if not rows or sum(map(len, rows)) != self.num_tokens - len(self._branches):

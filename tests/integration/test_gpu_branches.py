@@ -48,12 +48,21 @@ def test_the_runtime_of_cuda_pins_memory():
 def test_an_engine_for_a_gpu_can_be_imported_and_knows_its_settings_and_variables():
     lines = checked(
         "server",
-        PYTHONPATH=os.pathsep.join(map(str, (STAND_INS / "kernels", STAND_INS / "display", ROOT))),
+        PYTHONPATH=os.pathsep.join(
+            map(str, (STAND_INS / "kernels", STAND_INS / "display", ROOT / "src", ROOT))
+        ),
         SGLANG_FORCE_FUSED_OP_BACKEND="torch",
         SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK="1",
     )
     assert lines[0] == "slipstream.generators.sglang.patches", "with our corrections"
     assert lines[1:3] == ["dependent launches: False", "a GEMM of newer GPUs: False"], "unasked"
-    assert [line.partition(":")[0] for line in lines[3:5]] == ["retract", "in_place"]
+    own = (
+        "prefill_decode_interval=8 prefill_decode_interval_min_bs=32 attention_backend=triton "
+        "decode=full prefill=breakable"
+    )
+    assert lines[3:5] == [
+        f"retract: disable_overlap_schedule=False {own}",
+        f"in_place: disable_overlap_schedule=True {own}",
+    ], "FlashInfer is not installed"
     assert lines[5:], "it has variables of its own"
     assert all(line.endswith(": known") for line in lines[5:]), lines

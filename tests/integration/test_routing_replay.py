@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import make_sampler, sampling_by_item
 from slipstream.generators.text.codec import TextCodec
+from slipstream.generators.turns.conversation import Conversation
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
 from slipstream.wire.messages.trajectory import Prompt
@@ -199,11 +201,12 @@ def test_an_answer_keeps_the_experts_from_before_new_weights(
     long = SamplingParams(
         temperature=1.0, max_new_tokens=420, min_new_tokens=400, experts_of=params.experts_of
     )
+    later = replace(long, experts_from=len(prompt) - 1)
 
     async def scenario(engine: SglangEngine) -> tuple[Completion, Completion]:
         (whole,) = await engine.sample(prompt, long, count=1, seeds=[7])
         for _ in range(TRIES):
-            asked = asyncio.create_task(engine.sample(prompt, long, count=1, seeds=[7]))
+            asked = asyncio.create_task(engine.sample(prompt, later, count=1, seeds=[7]))
             await until_begun(server, asked)
             await change(engine, moved, NEW)
             (changed,) = await asked
@@ -215,14 +218,43 @@ def test_an_answer_keeps_the_experts_from_before_new_weights(
     whole, changed = on(server, scenario)
     (_, first), (start, second) = changed.version_starts
     assert (first, second) == (OLD, NEW)
-    before = len(prompt) + start - 1
     assert changed.token_ids[:start] == whole.token_ids[:start]
     assert whole.experts is not None
     assert changed.experts is not None
-    assert np.array_equal(changed.experts[:before], whole.experts[:before])
-    assert len(changed.experts) == len(prompt) + len(changed.token_ids) - 1
+    of_reply = whole.experts[later.experts_from :]
+    assert np.array_equal(changed.experts[:start], of_reply[:start])
+    assert len(changed.experts) == len(changed.token_ids)
     if changed.token_ids[start] == whole.token_ids[start]:
-        assert not np.array_equal(changed.experts[before:], whole.experts[before:])
+        assert not np.array_equal(changed.experts[start:], of_reply[start:])
+
+
+def test_turns_record_each_tokens_experts_once_as_one_request_for_all_does(
+    server: SglangProcess, settings: GeneratorSettings
+):
+    long = sampling_by_item(settings)["train"]
+    conversation = Conversation(max_turns=4, max_tokens=400)
+    num_rows: list[int] = []
+
+    async def scenario(engine: SglangEngine) -> Completion:
+        prompt: list[int] = []
+        for turn in range(4):
+            prompt = [*prompt, *range(20, 30)]
+            known = conversation.known_experts(prompt)
+            params = replace(long, max_new_tokens=20, experts_from=sum(map(len, known)))
+            (reply,) = await engine.sample(prompt, params, count=1, seeds=[turn])
+            conversation.add(prompt, reply, known)
+            prompt = conversation.token_ids
+            assert reply.experts is not None
+            num_rows.append(len(reply.experts))
+        (whole,) = await engine.sample(prompt, replace(long, max_new_tokens=8), count=1)
+        return whole
+
+    whole = on(server, scenario)
+    assert whole.experts is not None
+    assert conversation.experts is not None
+    count = conversation.num_tokens - 1
+    assert sum(num_rows) == len(conversation.experts) == count
+    assert np.array_equal(conversation.experts, whole.experts[:count])
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "computed-again"])

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_a_healthy_start_has_neither_traceback_nor_warning_and_counts_what_is_le
     found = re.match(r"\[slipstream\] (\d+) known warnings of libraries are left out here", line)
     assert found is not None
     assert int(found[1]) >= 3
+
+
+async def test_a_server_answers_after_its_collectors_are_frozen(
+    server: SglangProcess, caplog: pytest.LogCaptureFixture
+):
+    frozen = replace(server, freezes_collectors=True)
+    await frozen.until_ready(HANG_S)
+    assert not caplog.records, "it did as asked"
+    async with client_of(server, VERSION) as engine:
+        assert await engine.sample(PROMPT, PARAMS, count=1)
 
 
 def test_a_failed_start_has_its_traceback(tmp_path: Path):

@@ -20,6 +20,12 @@ _SERVER = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.model_runner",
 )
+_DEFAULTS = (
+    "disable_overlap_schedule",
+    "prefill_decode_interval",
+    "prefill_decode_interval_min_bs",
+    "attention_backend",
+)
 PACKAGES = ("algos", "broker", "deploy", "generators", "learner", "weightbus", "wire")
 
 
@@ -42,14 +48,23 @@ def check_names() -> Iterator[str]:
 
 
 def check_flags() -> Iterator[str]:
-    """Yield SGLang's objections to the settings and variables of an engine on a GPU."""
+    """Yield what SGLang reads of an engine on a GPU, and which of its variables it knows."""
+    from argparse import ArgumentParser
+
+    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import common
 
     from slipstream.generators.config import generator_settings
     from slipstream.generators.sglang import server, start_order
     from tests.support.blank_model import write_blank_model
 
+    torch.version.cuda = torch.version.cuda or "13.0"
+    common.is_cuda.cache_clear()
+    before = set(os.environ)  # noqa: TID251 SGLang adds to it
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_blank_model(folder, hidden=64, layers=1)
@@ -60,12 +75,18 @@ def check_flags() -> Iterator[str]:
                     "generators": {"device": "cuda", "sglang": {"tp_size": 2}},
                     "weightbus": {"in_flight": mode},
                     "sampling": {"seed_per_sibling": True},
+                    "environment": {"function": "environments.py:count", "max_tokens": 64},
                 }
             )
             flags = start_order.server_flags(settings, port=1, api_key="0", seed_of="g")
             arguments = server._arguments(flags, set(ServerArgs.__struct_fields__))
-            yield f"{mode}: {len(arguments)} arguments"
-            given = start_order.environment_of(settings, folder).keys() - os.environ.keys()  # noqa: TID251
+            read = ServerArgs.from_cli_args(parser.parse_args(arguments))
+            read.resolve_once()
+            graphs = resolved_view(read).cuda_graph_config
+            found = {name: getattr(resolved_view(read), name) for name in _DEFAULTS}
+            found |= {"decode": graphs.decode.backend, "prefill": graphs.prefill.backend}
+            yield f"{mode}: " + " ".join(f"{name}={value}" for name, value in found.items())
+            given = start_order.environment_of(settings, folder).keys() - before
     for variable in sorted(one for one in given if one.startswith("SGLANG_")):
         yield f"{variable}: {'known' if hasattr(envs, variable) else 'unknown'}"
 

@@ -125,7 +125,9 @@ def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, ba
     settings = generator_settings_of(
         model, sampling={"seed_per_sibling": seeded}, generators={"device": "cuda"}
     )
-    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+    flags = server_flags(
+        settings, port=1, api_key="", seed_of="generator-0", packages={"flashinfer"}
+    )
     assert flags.get("sampling_backend") == backend
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,6 +90,7 @@ def test_nothing_is_asked_for_beside_the_tokens_unless_it_is_recorded():
     assert completion.kept is None
     assert completion.experts is None
     assert asked["return_sampling_mask"] is asked["return_routed_experts"] is False
+    assert "logprob_start_len" not in asked, "SGLang has no logprobs of the prompt by itself"
     assert asked["sampling_params"]["top_k"] == -1
 
 
@@ -136,6 +138,18 @@ def test_experts_are_those_of_layers_that_have_them():
     assert completion.experts is not None
     assert np.array_equal(completion.experts, experts[:, 1:])
     assert asked["return_routed_experts"] is True
+    assert asked["routed_experts_start_len"] == 0
+
+
+def test_experts_that_are_known_are_not_asked_for_again():
+    experts = np.arange(2 * 3 * 2, dtype=np.int32).reshape(2, 3, 2)  # of tokens 1 and 2 of 4
+    params = replace(RECORDING, experts_from=1)
+    completion, asked = sampled(params, answer(routed_experts=encoded(experts)))
+    assert completion.experts is not None
+    assert np.array_equal(completion.experts, experts[:, 1:])
+    assert asked["routed_experts_start_len"] == 1
+    with pytest.raises(EngineError, match="experts of 2 tokens in 3 layers asked, got"):
+        sampled(params, answer(routed_experts=encoded(np.zeros((4, 2, 2), np.int32))))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ import pytest
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang import start_order
+from slipstream.generators.sglang.device_defaults import Flag, device_defaults
 from slipstream.generators.sglang.process import SglangProcess
-from slipstream.generators.sglang.start_order import EngineNode, Flag, server_flags
+from slipstream.generators.sglang.start_order import EngineNode, described, server_flags
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.lora import LINEAR_LAYERS
 from slipstream.wire.settings.rendezvous import Address
 from tests.support.blank_model import write_blank_model
 from tests.support.generator_settings import generator_settings_of
+
+PACKAGES = {"flashinfer", "xgrammar"}
 
 
 def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, Flag]:
@@ -20,6 +23,58 @@ def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, Flag]:
         model, generators={"sglang": sglang}, weightbus={"in_flight": in_flight}
     )
     return server_flags(settings, port=1, api_key="", seed_of="generator-0")
+
+
+def defaults(
+    model: Path, packages: set[str], *, device: str = "cuda", **sections: dict[str, object]
+) -> dict[str, Flag]:
+    """Return what SGLang is started with for an engine on a GPU."""
+    sections["generators"] = {"device": device, **sections.get("generators", {})}
+    settings = generator_settings_of(model, **sections)
+    return server_flags(settings, port=1, api_key="", seed_of="generator-0", packages=packages)
+
+
+def test_a_gpu_has_sglangs_own_graphs_and_kernels_where_their_packages_are_there(tmp_path: Path):
+    chosen = {"attention_backend", "sampling_backend", "grammar_backend"}
+    for packages, expected in [
+        (PACKAGES, {}),
+        ({"aiter", "xgrammar"}, {}),
+        ({"xgrammar"}, {"attention_backend": "triton", "sampling_backend": "pytorch"}),
+        ({"flashinfer"}, {"grammar_backend": "none"}),
+    ]:
+        found = defaults(tmp_path, packages, sampling={"seed_per_sibling": False})
+        assert {name: found[name] for name in chosen & found.keys()} == expected
+        assert not [name for name in found if "graph" in name], "SGLang records prefill, too"
+    mine = defaults(tmp_path, set(), generators={"sglang": {"attention_backend": "fa4"}})
+    assert mine["attention_backend"] == "fa4"
+
+
+def test_turns_that_begin_on_a_gpu_share_a_prefill(tmp_path: Path):
+    environment: dict[str, object] = {"function": "environments.py:count", "max_tokens": 200}
+    for device, section, expected in [
+        ("cuda", environment, 8),
+        ("cuda", {}, None),
+        ("cpu", environment, None),
+    ]:
+        found = defaults(tmp_path, PACKAGES, device=device, environment=section)
+        assert found.get("prefill_decode_interval") == expected
+        half = expected and 64 // 2
+        assert found.get("prefill_decode_interval_min_bs") == half, "of its lanes"
+    own = {"sglang": {"prefill_decode_interval": 0}}
+    found = defaults(tmp_path, PACKAGES, environment=environment, generators=own)
+    assert found["prefill_decode_interval"] == 0
+
+
+def test_collectors_are_frozen_where_processes_are_spawned_on_one_host(tmp_path: Path):
+    several = {"nodes": 2, "sglang": {"tp_size": 2}}
+    for generators, frozen in [
+        ({"device": "cpu"}, False),
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", **several}, False),
+    ]:
+        settings = generator_settings_of(tmp_path, generators=generators)
+        assert device_defaults(settings, PACKAGES).freezes_collectors is frozen
+        assert f"sglang /freeze_gc = {frozen}" in described(settings, "generator-0")
 
 
 def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_weights(
@@ -38,6 +93,8 @@ def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
 def test_version_runs_are_exact_whatever_a_change_does_to_answers(tmp_path: Path):
     for in_flight in ("retract", "in_place"):
         assert flags(tmp_path, in_flight)["disable_overlap_schedule"] is True
+        on_gpu = defaults(tmp_path, PACKAGES, weightbus={"in_flight": in_flight})
+        assert on_gpu["disable_overlap_schedule"] is (in_flight == "in_place")
     overlapped = flags(tmp_path, "retract", disable_overlap_schedule=False)
     assert overlapped["disable_overlap_schedule"] is False
     with pytest.raises(ConfigError, match=r'disable_overlap_schedule = false needs .* "retract"'):

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,6 +133,37 @@ def test_experts_are_those_of_the_call_that_computed_a_token_first():
     assert it.experts.flatten().tolist() == [5, 5, 5, 6, 6, 7]
 
 
+def test_a_reply_records_experts_from_the_first_token_that_its_branch_does_not_know():
+    it = conversation()
+    it.add([1, 2], reply(3, 4, prompt=2, expert=5))
+    assert [len(part) for part in it.known_experts([1, 2, 3, 4, 5])] == [3]
+    assert it.known_experts([1, 2, 3, 9]) == ()  # of another history
+    with it.room([1, 2, 3, 4, 5], most=9):
+        assert it.known_experts([1, 2, 3, 4, 5]) == ()  # it will begin a branch
+
+
+@pytest.mark.parametrize("lost", ["its reply before", "its branch"])
+def test_experts_are_complete_where_a_branch_changed_under_a_reply(lost: str):
+    it = conversation()
+    it.add([1, 2], reply(3, 4, prompt=2, expert=5))
+    before = reply(6, prompt=5, expert=6)
+    it.add([1, 2, 3, 4, 5], before)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    known = it.known_experts(prompt)
+    assert sum(map(len, known)) == 5
+    late = reply(8, prompt=2, expert=7)  # those of tokens 5 and 6
+    if lost == "its branch":
+        with it.room(prompt, most=9):
+            it.add(prompt, late, known)
+        assert it.branches == (6,)
+    else:
+        assert it.withdraw(before)
+        it.add(prompt, late, known)
+        assert it.branches == ()
+    assert it.experts is not None
+    assert it.experts.flatten().tolist()[-7:] == [5, 5, 5, 6, 6, 7, 7]
+
+
 def test_experts_that_one_call_did_not_tell_are_not_known():
     it = conversation()
     it.add([1, 2], reply(3, 4, prompt=2))
@@ -226,6 +258,34 @@ def test_every_chosen_token_is_in_the_loss_once_as_it_was_chosen(data: st.DataOb
             text[: len(prompt)] == prompt and text[len(prompt) :][: len(answer)] == answer
             for prompt, answer in said
         )
+
+
+@given(st.data())
+def test_experts_are_the_same_whether_each_is_recorded_once_or_at_every_turn(data: st.DataObject):
+    """Histories are continued, cut, edited, begun anew and taken back in any order."""
+    once, always = conversation(1_000, 100_000), conversation(1_000, 100_000)
+    said: list[list[int]] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        before = data.draw(st.sampled_from(said)) if said else []
+        prompt = before[: data.draw(st.integers(0, len(before)))]
+        prompt += data.draw(st.lists(st.integers(0, 3), min_size=int(not prompt), max_size=3))
+        whole = reply(*data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+        rows = np.full((len(prompt) + len(whole.token_ids) - 1, 1, 1), number, np.int32)
+        rows[:, 0, 0] += 100 * np.arange(len(rows), dtype=np.int32)
+        known = once.known_experts(prompt)
+        rest = replace(whole, experts=rows[sum(map(len, known)) :])
+        whole = replace(whole, experts=rows)
+        once.add(prompt, rest, known)
+        always.add(prompt, whole)
+        if data.draw(st.booleans()):
+            assert once.withdraw(rest) is always.withdraw(whole) is True
+        else:
+            said.append([*prompt, *whole.token_ids])
+        assert (once.token_ids, once.branches) == (always.token_ids, always.branches)
+        if once.experts is None or always.experts is None:
+            assert once.experts is always.experts is None
+        else:
+            assert np.array_equal(once.experts, always.experts)
 
 
 def test_replies_side_by_side_take_no_more_than_their_room():
