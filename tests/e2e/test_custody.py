@@ -1,4 +1,7 @@
-"""Agents that rewrite, branch and die: what is trained is what the engine says that it sampled."""
+"""Agents that rewrite, branch and die: what is trained is what an engine says that it sampled.
+
+Logprobs, and replies that are lost on their way: tests/integration/test_agent_custody.py.
+"""
 
 import json
 import os
@@ -10,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.wire.messages.versions import parse_label
+from tests.support.custody import Chosen, Reply, Sampled, Tokens, replies_after, take
 from tests.support.processes import tree_of
 from tests.support.several_turns import environment_server
 from tests.support.strangers import Attacked, assert_held, attack
@@ -20,49 +25,41 @@ pytestmark = [pytest.mark.e2e]
 AGENT = ROOT / "tests" / "e2e" / "environments" / "wandering.py"
 SAME = 1e-4
 FEW_FILES = 4_096  # the fewest that a broker takes; strangers try to take them all
-Sampled = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def engine_record(run: TinyRun) -> Sampled:
-    """Return (prompt, reply) of each request that the engines finished, by their own logs."""
-    found: Sampled = Counter()
+    """Return each request that the engines finished, by their own logs."""
+    sampled: Sampled = Counter()
     for path in (run.folder / "logs").glob("*-sglang.log*"):
         for line in path.read_text(errors="replace").splitlines():
             at = line.find('{"timestamp"')
             if at < 0 or '"request.finished"' not in line:
                 continue
             row = json.loads(line[at:])
-            prompt = row["obj"]["input_ids"]
             outs = row["out"] if isinstance(row["out"], list) else [row["out"]]
             for out in outs:
-                found[tuple(prompt), tuple(out["output_ids"])] += 1
-    return found
+                spans = out["meta_info"]["weight_versions"]
+                steps = [
+                    parse_label(span["version"]).step
+                    for span in spans
+                    for _ in range(span["start"], span["end"])
+                ]
+                reply = tuple(map(Chosen, out["output_ids"], steps))
+                sampled[tuple(row["obj"]["input_ids"]), reply] += 1
+    return sampled
 
 
-def trained_turns(row: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def trained_turns(row: dict[str, Any]) -> Iterator[tuple[Tokens, Reply]]:
     """Yield what each turn was chosen after, and its tokens."""
-    tokens = row["token_ids"]
-    starts = [0, *row["branches"]]
-    for turn in row["turns"]:
-        first = turn["first_token"]
-        branch = max(start for start in starts if start <= first)
-        yield tuple(tokens[branch:first]), tuple(tokens[first : first + turn["num_tokens"]])
-
-
-def take(sampled: Sampled, prompt: tuple[int, ...], reply: tuple[int, ...]) -> bool:
-    """True if a turn is one reply, or several of which each goes on after the one before.
-
-    These are taken from the record: nothing is trained twice.
-    """
-    for n in range(len(reply), 0, -1):
-        left = reply[n:]
-        if sampled[prompt, reply[:n]] <= 0:
-            continue
-        sampled[prompt, reply[:n]] -= 1
-        if not left or take(sampled, prompt + reply[:n], left):
-            return True
-        sampled[prompt, reply[:n]] += 1
-    return False
+    tokens, runs = row["token_ids"], row["version_runs"]
+    bounds = [0, *(run["first_token"] for run in runs[1:]), len(tokens)]
+    steps = [
+        run["step"]
+        for run, (start, end) in zip(runs, pairwise(bounds), strict=True)
+        for _ in range(start, end)
+    ]
+    turns = [(turn["first_token"], turn["num_tokens"]) for turn in row["turns"]]
+    return replies_after(list(map(Chosen, tokens, steps)), turns, row["branches"])
 
 
 @pytest.mark.parametrize(
