@@ -252,7 +252,7 @@ async def custody(
 
 
 @pytest.mark.parametrize(
-    "steps", [10, pytest.param(100, marks=pytest.mark.slow)], ids=["200", "2000"]
+    "steps", [5, pytest.param(100, marks=pytest.mark.slow)], ids=["100", "2000"]
 )
 async def test_each_token_that_was_sampled_is_trained_once_or_known_to_be_lost(
     folder: Path, steps: int
