@@ -292,10 +292,12 @@ class NodeWatch:
             "not there; run.dir must be on a file system that all nodes share, at the same path"
         )
         limit_s = self._settings.learner.rendezvous_timeout_s
-        shown_s = 0.0  # time in which something listened there
+        enough_s = min(max(_SEEN_S[0], limit_s / 2), _SEEN_S[1])
+        since_s: float | None = None  # time from which something listened there
         while (key := await in_own_thread(lambda: newest_key(file))) is None:
             is_there = await in_own_thread(lambda: is_listened_at(address))
-            if shown_s > min(max(_SEEN_S[0], limit_s / 2), _SEEN_S[1]):
+            since_s = (since_s or time.monotonic()) if is_there else None
+            if since_s is not None and time.monotonic() - since_s > enough_s:
                 raise ConfigError(f"{own} does not see {lacks}")
             if patience.is_over():
                 why = f"something listens, without {lacks}" if is_there else "nobody listens there"
@@ -304,7 +306,6 @@ class NodeWatch:
                     f"(learner.rendezvous_timeout_s): {why}"
                 )
             await asyncio.sleep(_WATCH_S)
-            shown_s = shown_s + _WATCH_S if is_there else 0.0
         return key
 
     async def _until_key_changes(self, key: ClientKey) -> None:

@@ -28,7 +28,7 @@ from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.bus.remote import client_key
 from tests.support.listening import listeners_of
 from tests.support.log_lines import level_of
-from tests.support.waiting import NEVER_S
+from tests.support.waiting import NEVER_S, until
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -216,22 +216,26 @@ def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
         assert "torch is 9.9.0 there, expected " in line_of(finish(process, code=2))
 
 
-def test_a_node_that_does_not_share_the_run_folder_says_so_and_is_missed(nodes: Nodes):
+def test_a_node_that_does_not_share_the_run_folder_says_so(nodes: Nodes):
     if os.geteuid() != 0:
         pytest.skip("a mount of its own needs root")
     runs = nodes.replays.folder / "runs"
     runs.mkdir()
     hidden = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh"]
-    soon = "learner.rendezvous_timeout_s=25"  # node 1 looks for half of it
-    second = nodes.start(1, "a", *TWO, soon, within=hidden)
-    first = nodes.start(0, "a", *TWO, soon)
-    line = line_of(finish(second, code=2))
+    first = nodes.start(0, "a", *TWO)
+    until(lambda: listeners_of((first.pid, *of(first.pid))), "node 0 does not listen")
+    soon = "learner.rendezvous_timeout_s=24"  # of which node 1 looks for half
+    line = line_of(finish(nodes.start(1, "a", *TWO, soon, within=hidden), code=2))
     assert f"{node_of(1)} does not see the file hosts/key that node 0 at {nodes.address}" in line
     assert f"writes into {runs / 'a'}: it is not there; run.dir must be" in line
-    line = line_of(finish(first, code=1))
+    assert first.poll() is None
+
+
+def test_a_node_that_does_not_come_is_missed(nodes: Nodes):
+    line = line_of(finish(nodes.start(0, "a", *TWO, SOON), code=1))
     assert "node 1 (rank 1) does not come to node 0 at" in line
     assert "it has to see the run folder" in line
-    assert not list((runs / "a").glob("hosts/*"))
+    assert not list((nodes.replays.folder / "runs" / "a").glob("hosts/*"))
 
 
 # ---- how it ends -----------------------------------------------------------------
