@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.algos.kernels import FusedOperator
 
-_CHUNK_BYTES = 16 * 2**20  # at most, of float32; the total is not among them
+_CHUNK_BYTES = 16 * 2**20  # most bytes of float32, without the total
 _MIN_CHUNK_ROWS = 64  # however many tokens: a product of fewer rows is slow
 
 

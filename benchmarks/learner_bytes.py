@@ -25,21 +25,21 @@ class Card:
     """A GPU as a learner finds it."""
 
     bytes_per_s: float = 3.0e12
-    flops: float = 780e12  # of large matrix products
-    attention_flops: float = 209e12  # of FlashAttention 2, both passes, heads of 128 channels
-    gaps_s: float = 0.020  # of a microbatch; fitted
+    flops: float = 780e12  # rate of large matrix products
+    attention_flops: float = 209e12  # rate of FlashAttention 2, both passes, heads of 128 channels
+    gaps_s: float = 0.020  # idle time of a microbatch; fitted
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes that a state of the learner moves."""
 
-    logits: float  # of a token's logit
-    mlp: float  # of a token's inner channel in a layer
-    rotary: float  # of a token's channel of queries and keys in a layer
-    hidden: float  # of a token's hidden channel in a layer: norms, residuals, biases
-    update: float  # of a parameter in an update
-    gradient: float  # of a parameter in a microbatch: its gradient is added to the total
+    logits: float  # bytes of a token's logit
+    mlp: float  # bytes of a token's inner channel in a layer
+    rotary: float  # bytes of a token's channel of queries and keys in a layer
+    hidden: float  # bytes of a token's hidden channel in a layer: norms, residuals, biases
+    update: float  # bytes of a parameter in an update
+    gradient: float  # bytes of a parameter in a microbatch: its gradient joins the total
 
 
 H100 = Card()

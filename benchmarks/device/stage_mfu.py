@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 _LONG = 2**16  # tokens of a step that is run less often
 _SHARE = 1.0  # of the speed of transformers with FlashAttention
-_OF_PRIME_RL = 1.5  # of the speed of prime-rl
+_OF_PRIME_RL = 1.5  # share of its speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A learner step, and what it must reach on a GPU."""
 
-    shape: str  # of benchmarks.shapes
-    tokens: int  # of each microbatch
+    shape: str  # name in benchmarks.shapes
+    tokens: int  # size of each microbatch
     microbatches: int
     length: int = LENGTH  # tokens of each sequence
     recompute: Literal["none", "full"] = "none"
-    rank: int | None = None  # of adapters
+    rank: int | None = None  # rank of adapters
     mfu: float | None = None
     prime_rl: float | None = None  # its tokens/s
     seconds: float = 0.0  # what it takes on an H100

@@ -102,7 +102,7 @@ class _History(NamedTuple):
     messages: Messages  # normalized, for templates
     alike: Messages  # numbered, to compare
     digests: Sequence[bytes]  # digests of the tools, and of ``alike`` up to each message
-    tools: Sequence[Json]  # in the order of the client
+    tools: Sequence[Json]  # client's order
     sorted_tools: tuple[Json, ...]
 
     def without_last(self) -> "_History":

@@ -23,7 +23,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 _FLASH_4 = "FA4"  # its name in torch's registry
-_AGREE = 0.03  # between kernels in bfloat16, relative and absolute
+_AGREE = 0.03  # difference of kernels in bfloat16, relative and absolute
 
 
 class AttentionBounds(NamedTuple):

@@ -51,8 +51,8 @@ def assert_kept(it: Served) -> None:
     assert sorted(found) == sorted(it.engine.sampled)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
+def adding_agents() -> tuple[Any, Any, list[int]]:
+    """Return the package of openai-agents, a tool that adds, and what it will have returned."""
     agents: Any = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     seen: list[int] = []
@@ -63,6 +63,12 @@ async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
         seen.append(a + b)
         return a + b
 
+    return agents, add, seen
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
+    agents, add, seen = adding_agents()
     says = [call("add", a=2, b=3), call("transfer_to_judge"), "it is 5"]
     async with asyncio.timeout(HANG_S), served(*says) as it:
         model = agents.OpenAIChatCompletionsModel("policy", openai_client=it.client)
@@ -85,16 +91,7 @@ async def test_openai_agents_call_a_tool_and_hand_over(streams: bool):
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_openai_agents_in_their_default_mode_ask_for_responses(streams: bool):
-    agents: Any = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    seen: list[int] = []
-
-    @agents.function_tool  # type: ignore[untyped-decorator]
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        seen.append(a + b)
-        return a + b
-
+    agents, add, seen = adding_agents()
     says = ["hm</think>" + call("add", a=2, b=3), call("add", a=5, b=1), "it is 6", "bye"]
     async with asyncio.timeout(HANG_S), served(*says) as it:
         agents.set_default_openai_client(it.client, use_for_tracing=False)

@@ -405,7 +405,7 @@ def _last_stage(
     chunk = CUDA_CHUNK_BYTES if on_gpu else CHUNK_BYTES
     columns, which = min(rows, max(MIN_CHUNK_COLUMNS, chunk // (4 * tokens))), "columns of a chunk"
     if policies * 4 * tokens * rows <= KEPT_BYTES:
-        columns, which = rows, "all columns: they fit 512 MiB and are kept"
+        columns, which = rows, f"all columns: they fit {KEPT_BYTES // 2**20} MiB and are kept"
     each = 4 * policies + narrow
     hidden = element + 4 + narrow
     return [
