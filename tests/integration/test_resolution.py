@@ -105,8 +105,8 @@ def test_uv_resolves_constraints(
     assert chosen.keys() - set(re.findall(r"(?m)^([a-z0-9.-]+)==", pins)) == set(), "unpinned"
 
 
-# Half a minute of CPU each; above uv resolves the same constraints for every CPython.
-@pytest.mark.parametrize("python", [pytest.param("3.11", marks=pytest.mark.slow), "3.12"])
+@pytest.mark.slow  # half a minute each; above uv resolves the same constraints for every CPython
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_pip_resolves_the_constraints_of_make_setup(tmp_path: Path, python: str):
     interpreter = find_python(python)
     if interpreter is None:
