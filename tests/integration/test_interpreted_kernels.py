@@ -18,11 +18,10 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_operators_agree_as_kernels(file: str):
+def test_operators_agree_as_kernels():
     plugins = ("-p", "tests.support.interpreted_kernels", "-p", "no:cacheprovider")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow", file],
+        [sys.executable, "-m", "pytest", "-q", *plugins, "-m", "not slow", *FILES],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},  # noqa: TID251 handed on
         capture_output=True,
