@@ -2,9 +2,10 @@
 PY := .venv/bin/python
 # Bytecode lies beside the sources: without it every process of a test compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
-# Processes that run tests: those that wait leave room for as many more (tests/conftest.py, in_turn).
 CORES := $(shell nproc)
-WORKERS ?= $(shell echo $$(($(CORES) * 2)))
+# Processes that run tests. One takes half a core where most wait (tests/conftest.py, in_turn): two more.
+unit: WORKERS ?= $(shell echo $$(($(CORES) * 2)))
+test test-integration: WORKERS ?= $(shell echo $$(($(CORES) * 2 + 2)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(PARALLEL)
 AUDIT := pip-audit==2.10.1
