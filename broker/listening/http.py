@@ -184,6 +184,7 @@ async def _hang_up(_request: web.Request, response: web.StreamResponse) -> None:
     """Hang up on a client that may have shown no key."""
     if response.status in _LAST:
         response.force_close()
+        response.headers["Connection"] = "close"  # its client does not ask on it again
 
 
 class _HeadFirst(asyncio.Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
-import msgspec
 from typing_extensions import override
 
 from slipstream.generators.capture.wires import (
@@ -16,6 +15,7 @@ from slipstream.generators.capture.wires import (
     TokenText,
     Wire,
     event,
+    fields_of,
     pieces,
 )
 from slipstream.generators.turns.calls import RecordedReply
@@ -155,12 +155,12 @@ class TextCompletion(ReplyObject):
 
 
 def _read_chat(body: bytes) -> Question:
-    request = msgspec.json.decode(body, type=ChatRequest)
+    request = fields_of(body, ChatRequest)
     return Question(request, partial(ChatCompletion, request))
 
 
 def _read_text(body: bytes) -> Question:
-    request = msgspec.json.decode(body, type=TextRequest)
+    request = fields_of(body, TextRequest)
     return Question(request, partial(TextCompletion, request))
 
 

@@ -60,7 +60,7 @@ def read(body: bytes) -> Question:
 
     Raises:
         BadRequestError: it asks for what is not offered; the error names the field.
-        DecodeError: it is malformed.
+        *UNREADABLE: it is malformed.
     """
     request = fields_of(body, MessagesRequest)
     for name in request.output_config:
@@ -110,22 +110,18 @@ def _messages(request: MessagesRequest) -> list[Object]:
             if not isinstance(block, dict):
                 raise BadRequestError(f"{where}[{place}] is no block", f"{where}[{place}]")
             _add(messages, role, block, f"{where}[{place}]", is_first=not place)
-    return messages.all
+    return messages.joined()
 
 
 def _add(messages: Messages, role: str, block: Object, where: str, *, is_first: bool) -> None:
     """Add a block of a message; texts side by side in one message are one."""
     match role, block.get("type"):
         case _, "text":
-            text = text_of([block], _TEXTS, where)
-            last = messages.all[-1] if messages.all and not is_first else None
-            if last is not None and last["role"] == role == "user":
-                last["content"] += text
-            else:
-                messages.add(role, text)
+            messages.add(role, text_of([block], _TEXTS, where), continues=not is_first)
         case "user", "tool_result":
-            content = text_of(block.get("content") or "", _TEXTS, f"{where}.content")
-            messages.add("tool", content, tool_call_id=block.get("tool_use_id"))
+            content = block.get("content")
+            result = text_of("" if content is None else content, _TEXTS, f"{where}.content")
+            messages.add("tool", result, tool_call_id=block.get("tool_use_id"))
         case "assistant", "thinking":
             messages.think(text_of(block.get("thinking"), (), f"{where}.thinking"))
         case "assistant", "tool_use":

@@ -79,7 +79,10 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.include:
             if name != "reasoning.encrypted_content":  # thoughts are not encrypted
                 raise BadRequestError(f"include: {name[:200]} is not offered", "include")
-        if self.text.get("format", {"type": "text"}) != {"type": "text"}:
+        for name in self.text:
+            if name not in ("format", "verbosity"):
+                raise BadRequestError(f"text.{name[:200]} is not offered", f"text.{name[:200]}")
+        if self.text.get("format") not in (None, {"type": "text"}):
             raise BadRequestError(
                 "text.format: a reply that is forced into a form is not the policy's choice",
                 "text.format",
@@ -95,7 +98,7 @@ def read(body: bytes) -> Question:
 
     Raises:
         BadRequestError: it asks for what is not offered; the error names the field.
-        DecodeError: it is malformed.
+        *UNREADABLE: it is malformed.
     """
     request = fields_of(body, ResponsesRequest)
     request.check()
@@ -124,12 +127,12 @@ def _messages(request: ResponsesRequest) -> list[Object]:
         messages.add("system", request.instructions)
     if isinstance(request.input, str):
         messages.add("user", request.input)
-        return messages.all
+        return messages.joined()
     for number, item in enumerate(request.input):
         _add(messages, item, f"input[{number}]")
     if not request.input:
         raise BadRequestError("input is empty", "input")
-    return messages.all
+    return messages.joined()
 
 
 def _add(messages: Messages, item: Object, where: str) -> None:

@@ -5,7 +5,6 @@ ends the generation, or its reply is taken back.
 """
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Callable
@@ -24,10 +23,12 @@ from slipstream.generators.turns.conversation import TrajectoryLimitError
 from slipstream.generators.turns.off_loop import off_loop
 from slipstream.generators.turns.requests import MAX_REQUEST_BYTES, BadRequestError, TextRequest
 from slipstream.wire.errors import ConfigError, EngineError, EngineRefusedError
+from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 SHARE = 1 / 2  # part of all descriptors that agents may use
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
+_PART_BYTES = 1 << 16  # bytes of a stream that are written at once
 _TOO_MANY_CONNECTIONS = "too_many_connections"
 WIRES = (completions.CHAT, completions.TEXT, responses.RESPONSES, messages.MESSAGES)
 
@@ -191,7 +192,7 @@ async def _replied(
         if isinstance(asked, TextRequest):
             return question, await calls.complete(asked, len(body))
         return question, await calls.chat(asked, len(body))
-    except (msgspec.DecodeError, RecursionError, web.RequestPayloadError) as error:
+    except (*UNREADABLE, web.RequestPayloadError) as error:
         return CallRefusal(400, f"not a request: {error}", "invalid_request_error")
     except BadRequestError as error:
         param = wire.names.get(error.param, error.param)
@@ -210,15 +211,21 @@ async def _send(
     response: web.StreamResponse, request: web.Request, answer: Answer, *, streams: bool
 ) -> None:
     if not streams:
-        body = json.dumps(answer.whole()).encode()
+        body = msgspec.json.encode(answer.whole())
         response.content_type, response.content_length = "application/json", len(body)
         await response.prepare(request)
         await response.write(body)
     else:
         response.content_type = "text/event-stream"
         await response.prepare(request)
-        for part in answer.stream():
-            await response.write(part)
+        part = bytearray()
+        for event in answer.stream():
+            part += event
+            if len(part) >= _PART_BYTES:
+                await response.write(part)
+                part = bytearray()
+                await asyncio.sleep(0)  # others go on, whatever a socket takes at once
+        await response.write(part)
     await response.write_eof()
 
 

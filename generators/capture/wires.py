@@ -1,6 +1,5 @@
 """Pure: what the wires of the endpoint have in common: how they read, answer, stream and refuse."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
@@ -12,6 +11,7 @@ from slipstream.generators.turns.requests import BadRequestError, ChatRequest, T
 from slipstream.wire.messages.trajectory import Json
 
 _PIECE = 16  # characters of a piece of a stream
+_IN_PARTS = {"content", "reasoning_content"}
 Object = dict[str, Json]
 TokenText = Callable[[int], str]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -52,7 +52,7 @@ class Wire:
 
     path: str
     read: Callable[[bytes], Question]
-    """Reads a body; raises BadRequestError, RecursionError, or DecodeError of msgspec."""
+    """Reads a body; raises BadRequestError, or what an unreadable one raises."""
     refuse: Callable[[CallRefusal], Object]
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of fields that chat completions call otherwise, by their names there."""
@@ -61,7 +61,7 @@ class Wire:
 def event(data: Object, name: str = "") -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(data).encode() + b"\n\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def pieces(text: str) -> list[str]:
@@ -74,14 +74,14 @@ def fields_of(body: bytes, kind: type[T]) -> T:
 
     Raises:
         BadRequestError: a field is not in ``kind``; the error names it.
-        DecodeError: it is malformed.
-        RecursionError: it is nested too deeply.
+        *UNREADABLE: it is malformed.
     """
     given = msgspec.json.decode(body, type=dict[str, Json])
     given = {name: value for name, value in given.items() if value is not None}
     offered = {entry.encode_name for entry in msgspec.structs.fields(kind)}
-    if others := sorted(given.keys() - offered):
-        raise BadRequestError(f"{others[0][:200]} is not offered", others[0][:200])
+    other = next((name[:200] for name in given if name not in offered), None)
+    if other is not None:
+        raise BadRequestError(f"{other} is not offered", other)
     return msgspec.convert(given, kind)
 
 
@@ -121,35 +121,41 @@ class Messages:
 
     def __init__(self) -> None:
         """Begin without a message."""
-        self.all: list[Object] = []
+        self._all: list[Object] = []  # texts are in parts, which are joined once
 
-    def add(self, role: str, content: str, **more: Json) -> None:
-        """Add a message; text of an assistant continues its message before."""
-        last = self._last() if role == "assistant" else None
-        if last is not None and "tool_calls" not in last:
-            last["content"] += content
-        else:
-            self.all.append({"role": role, "content": content, **more})
+    def joined(self) -> list[Object]:
+        """Return the messages; add nothing afterwards."""
+        for message in self._all:
+            for name in _IN_PARTS & message.keys():
+                message[name] = "".join(message[name])
+        return self._all
+
+    def add(self, role: str, content: str, *, continues: bool = False, **more: Json) -> None:
+        """Add a message; text of an assistant, or one that ``continues``, goes to that before."""
+        last = self._last(role) if continues or role == "assistant" else None
+        if last is None or "tool_calls" in last:
+            last = self._begun(role, **more)
+        last["content"] += [content] if content else []
 
     def think(self, thought: str) -> None:
         """Add a thought, which begins a message or continues its thought."""
-        last = self._last()
+        last = self._last("assistant")
         if last is None or last["content"] or "tool_calls" in last:
-            last = {"role": "assistant", "content": ""}
-            self.all.append(last)
-        last["reasoning_content"] = last.get("reasoning_content", "") + thought
+            last = self._begun("assistant")
+        last.setdefault("reasoning_content", []).append(thought)
 
     def call(self, call_id: str, name: str, arguments: Json) -> None:
         """Add a call of a tool to the assistant's message before, or begin one."""
-        last = self._last()
-        if last is None:
-            last = {"role": "assistant", "content": ""}
-            self.all.append(last)
+        last = self._last("assistant") or self._begun("assistant")
         function = {"name": name, "arguments": arguments}
         last.setdefault("tool_calls", []).append(
             {"id": call_id, "type": "function", "function": function}
         )
 
-    def _last(self) -> Object | None:
-        last = self.all[-1] if self.all else None
-        return last if last is not None and last["role"] == "assistant" else None
+    def _begun(self, role: str, **more: Json) -> Object:
+        self._all.append({"role": role, "content": [], **more})
+        return self._all[-1]
+
+    def _last(self, role: str) -> Object | None:
+        last = self._all[-1] if self._all else None
+        return last if last is not None and last["role"] == role else None

@@ -15,6 +15,7 @@ from slipstream.wire.messages.trajectory import Json
 
 MAX_REQUEST_BYTES = 32 << 20
 _MAX_STOPS = 4  # OpenAI's limit
+_LONGEST_STOP = 1_024  # characters: the engine reads as many of a reply again with each token
 Stop = str | list[str] | None
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -36,6 +37,16 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: dict[str, Json] | None = None
     stop: Stop = None
     max_tokens: Positive | None = None
+    # Read and ignored: they are the run's, or change no answer.
+    frequency_penalty: Json = None
+    min_p: Json = None
+    presence_penalty: Json = None
+    repetition_penalty: Json = None
+    seed: Json = None
+    temperature: Json = None
+    top_k: Json = None
+    top_p: Json = None
+    user: Json = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -59,10 +70,12 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequestError(f"n is {self.n}: a call has one reply here", "n")
         if len(self.stops) > _MAX_STOPS or not all(self.stops):
             raise BadRequestError(f"stop has {len(self.stops)} texts, or empty ones", "stop")
+        if (longest := max(map(len, self.stops), default=0)) > _LONGEST_STOP:
+            raise BadRequestError(f"stop has a text of {longest} characters", "stop")
 
 
 class ChatRequest(_Completion, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions, as far as it is honoured; other fields are refused."""
 
     messages: list[dict[str, Json]]
     tools: list[dict[str, Json]] | None = None
@@ -70,12 +83,21 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    # Read and refused unless they say what is done anyway.
+    modalities: list[str] | None = None
     response_format: dict[str, Json] | None = None
-    # Refused if they are set.
-    audio: Json = None
-    function_call: Json = None
-    functions: Json = None
-    web_search_options: Json = None
+    # Read and ignored: they are the run's, or change no answer.
+    metadata: Json = None
+    parallel_tool_calls: Json = None
+    prediction: Json = None
+    prompt_cache_key: Json = None
+    prompt_cache_options: Json = None
+    prompt_cache_retention: Json = None
+    reasoning_effort: Json = None
+    safety_identifier: Json = None
+    service_tier: Json = None
+    store: Json = None
+    verbosity: Json = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -97,12 +119,17 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
         super().check()
         if not self.messages:
             raise BadRequestError("messages is empty", "messages")
-        for name in ("audio", "function_call", "functions", "web_search_options"):
-            if getattr(self, name) is not None:
-                raise BadRequestError(f"{name} is not offered", name)
+        if self.modalities not in (None, ["text"]):
+            raise BadRequestError("modalities: replies are text", "modalities")
+        choice = self.tool_choice
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        offered = ("function",) if isinstance(choice, dict) else (None, "auto", "none", "required")
+        if kind not in offered:
+            raise BadRequestError(f"tool_choice: {str(kind)[:200]} is not offered", "tool_choice")
         for tool in self.tools or ():
-            function = tool.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            function, kind = tool.get("function"), tool.get("type") or "function"
+            is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if kind != "function" or not is_named:
                 raise BadRequestError(
                     f"{str(tool)[:200]} is no tool: expected {{'type': 'function', 'function': "
                     "{'name': ..., 'parameters': ...}}",
@@ -118,7 +145,7 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
 
 
 class TextRequest(_Completion, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions, as far as it is honoured; other fields are refused."""
 
     prompt: str | list[int]
     logprobs: int | None = None
@@ -161,6 +188,9 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRequestError(f"a message has the role {role!r}", "messages")
+    for name in ("function_call", "refusal", "audio"):
+        if message.get(name) is not None:
+            raise BadRequestError(f"{name} of a message is not offered", "messages")
     normal: dict[str, Json] = {"role": "system" if role == "developer" else role}
     normal["content"] = content_text(message.get("content"))
     if calls := message.get("tool_calls"):

@@ -25,7 +25,7 @@ from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.histories import numbered
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ParsedReply
-from slipstream.generators.turns.requests import TextRequest
+from slipstream.generators.turns.requests import ChatRequest, TextRequest
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
@@ -485,6 +485,15 @@ async def test_others_are_answered_while_a_large_request_is_rendered(where: str)
         ({"stop": [""]}, "stop", "empty"),
         ({"functions": [{"name": "look"}]}, "functions", "not offered"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio", "not offered"),
+        ({"modalities": ["text", "audio"]}, "modalities", "are text"),
+        ({"logit_bias": {"5": -100}}, "logit_bias", "not offered"),
+        ({"extra_body": {"chat_template_kwargs": {}}}, "chat_template_kwargs", "not offered"),
+        ({"tool_choice": "any"}, "tool_choice", "any is not offered"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools is not"),
+        ({"tools": [{**LOOK, "type": "custom"}]}, "tools", "is no tool"),
+        ({"stop": "x" * 1_025}, "stop", "1025 characters"),
+        ({"messages": [{**said("x"), "function_call": {}}]}, "messages", "function_call of a"),
+        ({"messages": [{**said("x"), "refusal": "no"}]}, "messages", "refusal of a message"),
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(
@@ -492,9 +501,19 @@ async def test_what_is_not_offered_is_refused_by_name(
 ):
     async with served("x") as it:
         with pytest.raises(openai.BadRequestError, match=why) as caught:
-            await ask(it, [user("?")], **options)
+            await ask(it, **{"messages": [user("?")], **options})
         assert caught.value.param == param
         assert not it.engine.asked
+
+
+def test_each_field_of_the_client_is_honoured_ignored_or_refused():
+    """Fields of OpenAI's client; one that is new is refused until somebody decides."""
+    chat = openai.types.chat.completion_create_params.CompletionCreateParamsBase
+    text = openai.types.completion_create_params.CompletionCreateParamsBase
+    assert set(chat.__annotations__) - set(ChatRequest.__struct_fields__) == {
+        *("audio", "function_call", "functions", "logit_bias", "web_search_options")
+    }
+    assert set(text.__annotations__) - set(TextRequest.__struct_fields__) == {"logit_bias"}
 
 
 @pytest.mark.parametrize(
@@ -502,6 +521,7 @@ async def test_what_is_not_offered_is_refused_by_name(
     [
         (b"{", "not a request"),
         (b"\xff\xfe", "not a request"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not a request"),
         (b'{"messages": "hello"}', "not a request"),
         (b'{"messages": []}', "messages is empty"),
         (b'{"messages": [{"role": 4}]}', "has the role 4"),
@@ -522,8 +542,9 @@ async def test_bad_requests_have_reasons(body: bytes, why: str):
 async def test_without_its_key_nobody_speaks_for_a_trajectory():
     async with served("x") as it:
         stranger = it.client.with_options(api_key="no")
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(openai.AuthenticationError) as caught:
             await stranger.chat.completions.create(model="p", messages=[user("?")])
+        assert caught.value.response.headers["Connection"] == "close", "as it is"
         await it.server.end(it.key)
         with pytest.raises(openai.AuthenticationError):
             await ask(it, [user("?")])

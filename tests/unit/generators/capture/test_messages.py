@@ -144,6 +144,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "judge", "content": "?"}]}, "messages[0].role"),
         ({"messages": [user("?"), told(text("?"), IMAGE)]}, "messages[1].content[1]"),
+        (
+            {"messages": [told({"type": "tool_result", "content": 0})]},
+            "messages[0].content[0].content",
+        ),
         ({"messages": [told({"type": "tool_use"})]}, "messages[0].content[0]"),
         ({"messages": [says({"type": "tool_use", "name": "look"})]}, "messages[0].content[0]"),
         ({"messages": [says({"type": "redacted_thinking"})]}, "messages[0].content[0]"),

@@ -142,6 +142,8 @@ CONTENT = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_u
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"a_field_to_come": 1}}, "text.a_field_to_come"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"extra_body": {"a_field_to_come": 1}}, "a_field_to_come"),
         ({"tools": [LOOK, {"type": "web_search"}]}, "tools[1]"),
         ({"input": []}, "input"),
@@ -171,7 +173,7 @@ async def test_what_the_run_chooses_or_nobody_sees_is_not_refused():
             include=["reasoning.encrypted_content"],
             prompt_cache_key="me",
             metadata={"a": "b"},
-            text={"verbosity": "low"},
+            text={"verbosity": "low", "format": None},
             extra_body={"previous_response_id": None},
         )
         assert response.metadata == {"a": "b"}
