@@ -189,7 +189,8 @@ async def test_each_call_of_the_guide_is_answered():
     )
     async with asyncio.timeout(HANG_S), served(*"abcd") as it:
         names: dict[str, Any] = {"anthropic": anthropic}
-        exec(f"async def ask(client):\n{indent(example, '    ')}", names)  # noqa: S102
+        body = indent(f"{example}await claude.close()\n", "    ")
+        exec(f"async def ask(client):\n{body}", names)  # noqa: S102
         await names["ask"](it.client)
         assert len(it.engine.sampled) == 4
         assert_kept(it)
