@@ -100,6 +100,11 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
         for name in ("audio", "function_call", "functions", "web_search_options"):
             if getattr(self, name) is not None:
                 raise BadRequestError(f"{name} is not offered", name)
+        choice = self.tool_choice
+        if isinstance(choice, dict) and (kind := choice.get("type")) != "function":
+            raise BadRequestError(
+                f"tool_choice of type {str(kind)[:200]} is not offered", "tool_choice"
+            )
         for tool in self.tools or ():
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -487,6 +487,7 @@ async def test_others_are_answered_while_a_large_request_is_rendered(where: str)
         ({"stop": [""]}, "stop", "empty"),
         ({"functions": [{"name": "look"}]}, "functions", "not offered"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio", "not offered"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "type allowed_tools is not"),
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(
