@@ -175,5 +175,5 @@ def refuse(refusal: CallRefusal) -> Object:
     return {"error": error}
 
 
-CHAT = Wire("/v1/chat/completions", _read_chat, refuse)
-TEXT = Wire("/v1/completions", _read_text, refuse)
+CHAT = Wire("/v1/chat/completions", _read_chat)
+TEXT = Wire("/v1/completions", _read_text)

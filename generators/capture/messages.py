@@ -1,4 +1,4 @@
-"""Anthropic's Messages: ``/v1/messages``.
+"""Anthropic's Messages: ``/v1/messages``, and its count of a prompt's tokens.
 
 A budget of thoughts, effort, and marks for a cache are read and ignored, as temperature is: the run
 chooses. That a tool's result is an error is what its text says: templates have no word for it.
@@ -28,29 +28,41 @@ from slipstream.generators.turns.requests import BadRequestError, ChatRequest, P
 from slipstream.wire.messages.trajectory import Json
 
 _TEXTS = ("text",)
-_ERRORS = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
+_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "api_error",
+}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/messages, as far as it is honoured; other fields are refused."""
+class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens, as far as it is honoured; other fields are refused."""
 
     messages: list[dict[str, Json]]
-    max_tokens: Positive
     system: str | list[Json] = ""
     tools: list[dict[str, Json]] = []
     tool_choice: dict[str, Json] = {}
-    stop_sequences: list[str] = []
-    stream: bool = False
     # Read and refused unless it says what is done anyway.
     output_config: dict[str, Json] = {}
     # Read and ignored: they are the run's, or change no answer.
     cache_control: Json = None
-    metadata: Json = None
     model: str = ""
+    thinking: Json = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """POST /v1/messages, as far as it is honoured; other fields are refused."""
+
+    max_tokens: Positive
+    stop_sequences: list[str] = []
+    stream: bool = False
+    # Read and ignored: they are the run's, or change no answer.
+    metadata: Json = None
     service_tier: Json = None
     temperature: Json = None
-    thinking: Json = None
     top_k: Json = None
     top_p: Json = None
 
@@ -63,6 +75,22 @@ def read(body: bytes) -> Question:
         *UNREADABLE: it is malformed.
     """
     request = fields_of(body, MessagesRequest)
+    chat = msgspec.structs.replace(
+        _prompt(request),
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences or None,
+        stream=request.stream,
+    )
+    return Question(chat, partial(MessageObject, request))
+
+
+def read_count(body: bytes) -> ChatRequest:
+    """Return what is to be counted; raises what ``read`` does."""
+    return _prompt(fields_of(body, CountRequest))
+
+
+def _prompt(request: CountRequest) -> ChatRequest:
+    """Return what the prompt is made of, as chat completions have it."""
     for name in request.output_config:
         if name != "effort":
             where = f"output_config.{name[:200]}"
@@ -70,15 +98,11 @@ def read(body: bytes) -> Question:
     choice = request.tool_choice.get("type", "auto")
     if choice not in ("auto", "any", "tool", "none"):
         raise BadRequestError(f"tool_choice.type is {str(choice)[:200]}", "tool_choice.type")
-    chat = ChatRequest(
+    return ChatRequest(
         messages=_messages(request),
         tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools)],
         tool_choice="none" if choice == "none" else "auto",
-        max_tokens=request.max_tokens,
-        stop=request.stop_sequences or None,
-        stream=request.stream,
     )
-    return Question(chat, partial(MessageObject, request))
 
 
 def _tool(tool: Object, where: str) -> Object:
@@ -91,7 +115,7 @@ def _tool(tool: Object, where: str) -> Object:
     return function_of(name, tool.get("description"), tool.get("input_schema"))
 
 
-def _messages(request: MessagesRequest) -> list[Object]:
+def _messages(request: CountRequest) -> list[Object]:
     messages = Messages()
     if request.system:
         messages.add("system", text_of(request.system, _TEXTS, "system"))
@@ -236,4 +260,4 @@ def refuse(refusal: CallRefusal) -> Object:
     return {"type": "error", "error": error}
 
 
-MESSAGES = Wire("/v1/messages", read, refuse, {"stop": "stop_sequences"})
+MESSAGES = Wire("/v1/messages", read, {"stop": "stop_sequences"})

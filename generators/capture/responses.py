@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from slipstream.generators.capture.completions import refuse
 from slipstream.generators.capture.wires import (
     Messages,
     Object,
@@ -282,4 +281,4 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-RESPONSES = Wire("/v1/responses", read, refuse, {"messages": "input"})
+RESPONSES = Wire("/v1/responses", read, {"messages": "input"})

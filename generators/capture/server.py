@@ -7,9 +7,10 @@ ends the generation, or its reply is taken back.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import msgspec
 from aiohttp import web
@@ -27,9 +28,17 @@ from slipstream.wire.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 SHARE = 1 / 2  # part of all descriptors that agents may use
+NO_KEY = CallRefusal(401, "no such key, or its trajectory has ended", "invalid_api_key")
 LIMIT_REACHED = "context_length_exceeded"  # code of an error, as OpenAI has it
 _PART_BYTES = 1 << 16  # bytes of a stream that are written at once
-_TOO_MANY_CONNECTIONS = "too_many_connections"
+TOO_MANY_CONNECTIONS = CallRefusal(
+    429, "too many connections of one trajectory", "too_many_connections"
+)
+_COUNT = f"{messages.MESSAGES.path}/count_tokens"
+_REFUSED = (
+    *(*UNREADABLE, web.RequestPayloadError),
+    *(BadRequestError, TrajectoryLimitError, EngineError),
+)
 WIRES = (completions.CHAT, completions.TEXT, responses.RESPONSES, messages.MESSAGES)
 
 
@@ -69,9 +78,10 @@ class CaptureServer:
         self._model = model
         self._token_text = token_text
         self._agents: dict[str, _Access] = {}  # keys are secrets of agents
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[in_wires_form])
         for wire in WIRES:
             app.router.add_post(wire.path, partial(self._answer, wire))
+        app.router.add_post(_COUNT, self._count)
         app.router.add_get("/v1/models", self._models)
         # A client that disconnects cancels its generation.
         self._http = HttpServer(
@@ -124,32 +134,26 @@ class CaptureServer:
     async def _models(self, request: web.Request) -> web.Response:
         agent = self._agent(request)
         if isinstance(agent, CallRefusal):
-            return _refused(completions.CHAT, agent)
+            return refused(request.path, agent)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _answer(self, wire: Wire, request: web.Request) -> web.StreamResponse:
         agent = self._agent(request)
         if isinstance(agent, CallRefusal):
-            return _refused(wire, agent)
+            return refused(request.path, agent)
         calls, most = agent.calls, agent.calls.conversation.max_turns
         if len(agent.in_flight) >= most:  # before it is read
-            return _refused(
-                wire,
-                CallRefusal(
-                    429,
-                    f"more than {most} calls at a time, which are more than a trajectory may have "
-                    "(environment.max_turns)",
-                    "too_many_calls",
-                ),
-            )
+            why = f"more than {most} calls at a time, which are more than a trajectory may have "
+            why += "(environment.max_turns)"
+            return refused(request.path, CallRefusal(429, why, "too_many_calls"))
         task = asyncio.current_task()
         if task is not None:
             agent.in_flight.add(task)
             task.add_done_callback(agent.in_flight.discard)
         replied = await _replied(wire, request, calls)
         if isinstance(replied, CallRefusal):
-            return _refused(wire, replied)
+            return refused(request.path, replied)
         question, reply = replied
         calls.keep(reply)  # before the client asks for the next one
         response = web.StreamResponse()
@@ -163,16 +167,30 @@ class CaptureServer:
             raise
         return response
 
+    async def _count(self, request: web.Request) -> web.Response:
+        """Answer with the length of a prompt."""
+        agent = self._agent(request)
+        if isinstance(agent, CallRefusal):
+            return refused(request.path, agent)
+        try:
+            body = await request.read()
+            agent.calls.refuse_larger(body)
+            counted = await off_loop(len(body), messages.read_count, body)
+            count = await agent.calls.num_prompt_tokens(counted, len(body))
+        except _REFUSED as error:
+            return refused(request.path, _refusal_of(error))
+        return web.json_response({"input_tokens": count})
+
     def _agent(self, request: web.Request) -> _Access | CallRefusal:
         """Return the agent of a request, or why it is refused."""
         key = holder_of(key_in(request), self._agents)
         if not key:
-            return CallRefusal(401, "no such key", "invalid_api_key")
+            return NO_KEY
         agent = self._agents[key]
         most = agent.calls.conversation.max_turns
         if self._http.admits(key, request.transport, calls_at_a_time=most):
             return agent
-        return CallRefusal(429, "too many connections of one trajectory", _TOO_MANY_CONNECTIONS)
+        return TOO_MANY_CONNECTIONS
 
 
 def key_in(request: web.Request) -> str:
@@ -192,19 +210,28 @@ async def _replied(
         if isinstance(asked, TextRequest):
             return question, await calls.complete(asked, len(body))
         return question, await calls.chat(asked, len(body))
-    except (*UNREADABLE, web.RequestPayloadError) as error:
-        return CallRefusal(400, f"not a request: {error}", "invalid_request_error")
-    except BadRequestError as error:
-        param = wire.names.get(error.param, error.param)
-        return CallRefusal(400, str(error), "invalid_request_error", param)
-    except TrajectoryLimitError as error:
-        calls.reached_limit = True
-        return CallRefusal(400, str(error), LIMIT_REACHED)
-    except EngineRefusedError as error:  # this request alone: the engine works
-        return CallRefusal(400, f"the engine refuses it: {error}", "invalid_request_error")
-    except EngineError as error:
-        calls.engine_error = error
-        return CallRefusal(503, str(error), "engine_failed")
+    except _REFUSED as error:
+        refusal = _refusal_of(error, wire.names)
+        calls.reached_limit |= refusal.code == LIMIT_REACHED
+        if isinstance(error, EngineError) and refusal.status == 503:
+            calls.engine_error = error
+        return refusal
+
+
+def _refusal_of(error: Exception, names: Mapping[str, str] = MappingProxyType({})) -> CallRefusal:
+    """Return the refusal that an error means; ``names`` are a wire's."""
+    match error:
+        case BadRequestError():
+            param = names.get(error.param, error.param)
+            return CallRefusal(400, str(error), "invalid_request_error", param)
+        case TrajectoryLimitError():
+            return CallRefusal(400, str(error), LIMIT_REACHED)
+        case EngineRefusedError():  # this request alone: the engine works
+            return CallRefusal(400, f"the engine refuses it: {error}", "invalid_request_error")
+        case EngineError():
+            return CallRefusal(503, str(error), "engine_failed")
+        case _:
+            return CallRefusal(400, f"not a request: {error}", "invalid_request_error")
 
 
 async def _send(
@@ -229,8 +256,27 @@ async def _send(
     await response.write_eof()
 
 
-def _refused(wire: Wire, refusal: CallRefusal) -> web.Response:
-    response = web.json_response(wire.refuse(refusal), status=refusal.status)
-    if refusal.code == _TOO_MANY_CONNECTIONS:
+@web.middleware
+async def in_wires_form(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer what the server itself refuses, such as an unknown path, as its wire does."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        why = f"{request.method} {request.path[:200]}: {error.reason}"
+        code = error.reason.lower().replace(" ", "_")
+        response = refused(request.path, CallRefusal(error.status, why, code))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+
+
+def refused(path: str, refusal: CallRefusal) -> web.Response:
+    """Return a refusal in the form of the wire with this path; OpenAI's is of unknown ones."""
+    is_messages = path.startswith(messages.MESSAGES.path)
+    error = (messages if is_messages else completions).refuse(refusal)
+    response = web.json_response(error, status=refusal.status)
+    if refusal == TOO_MANY_CONNECTIONS:
         response.force_close()
     return response

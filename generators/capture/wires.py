@@ -53,7 +53,6 @@ class Wire:
     path: str
     read: Callable[[bytes], Question]
     """Reads a body; raises BadRequestError, or what an unreadable one raises."""
-    refuse: Callable[[CallRefusal], Object]
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of fields that chat completions call otherwise, by their names there."""
 

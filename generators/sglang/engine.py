@@ -515,7 +515,8 @@ def scores_of(
         for answer, tokens in zip(answers, sequences, strict=True):
             info = answer["meta_info"]
             rows = info["input_token_logprobs"][1:]
-            if [row[1] for row in rows] != list(tokens[num_context:]):
+            scored = [row[1] for row in rows]
+            if not _are_scores_of(scored, tokens[num_context:]):
                 raise EngineError(f"SGLang /generate: {len(rows)} logprobs of other tokens")
             logprobs.append([float(row[0]) for row in rows])
             if version is None:
@@ -525,6 +526,16 @@ def scores_of(
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"SGLang /generate: unexpected scores, {error!r}") from error
     return Scores(versions.pop() if len(versions) == 1 else None, logprobs, num_cached)
+
+
+def _are_scores_of(scored: Sequence[int], tokens: Sequence[int]) -> bool:
+    """True if ids in an answer are those that were asked for.
+
+    In SGLang 0.5.23 the last id of the vocabulary comes back as 0, with its own logprob.
+    """
+    return len(scored) == len(tokens) and all(
+        named in {asked, 0} for named, asked in zip(scored, tokens, strict=True)
+    )
 
 
 def _experts(answer: dict[str, Any], num_tokens: int, layers: ExpertLayers) -> NDArray[np.int32]:

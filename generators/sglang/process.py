@@ -111,7 +111,10 @@ class SglangProcess:
         port = free_port()
         api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        flags = server_flags(settings, port=port, api_key=api_key, seed_of=name, node=node)
+        defaults = device_defaults(settings, installed_packages())
+        flags = server_flags(
+            settings, port=port, api_key=api_key, seed_of=name, node=node, defaults=defaults
+        )
         if (folder := unquantized_folder(settings.model, scratch)) is not None:
             flags |= {"model_path": str(folder), "load_format": "dummy"}
         order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
@@ -137,7 +140,6 @@ class SglangProcess:
         url = f"http://{HOST}:{port}"
         # Servers of other nodes only report that they have started.
         path = "model_info" if node is None or node.node == 0 else "health"
-        defaults = device_defaults(settings, installed_packages())
         return cls(
             process,
             url,

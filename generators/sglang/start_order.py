@@ -6,13 +6,17 @@ import random
 import secrets
 import socket
 import zlib
-from collections.abc import Set
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.generators.config import GeneratorSettings
-from slipstream.generators.sglang.device_defaults import Flag, device_defaults, installed_packages
+from slipstream.generators.sglang.device_defaults import (
+    DeviceDefaults,
+    Flag,
+    device_defaults,
+    installed_packages,
+)
 from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, LEFT_OUT_VARIABLE
 from slipstream.generators.sglang.patches import (
     ADAPTERS_VARIABLE,
@@ -64,13 +68,13 @@ def server_flags(
     api_key: str,
     seed_of: str,
     node: EngineNode | None = None,
-    packages: Set[str] | None = None,
+    defaults: DeviceDefaults | None = None,
 ) -> dict[str, Flag]:
     """Return SGLang's settings: ours first, then the device's, then [generators.sglang].
 
-    ``packages`` are those that the device's depend on; None takes the installed ones.
+    ``defaults`` are the device's; None takes those of the installed packages.
     """
-    packages = installed_packages() if packages is None else packages
+    defaults = defaults or device_defaults(settings, installed_packages())
     generators = settings.generators
     flags: dict[str, Flag] = {
         "model_path": str(settings.model.resolve()),
@@ -97,7 +101,7 @@ def server_flags(
         flags["sampling_mask_max_tokens"] = settings.sampling.max_kept_tokens + _TIES
     if settings.sampling.seed_per_sibling:
         flags["sampling_backend"] = "pytorch"  # the one that takes seeds
-    flags |= device_defaults(settings, packages).flags
+    flags |= defaults.flags
     if settings.lora.is_named:
         flags |= _adapter_flags(settings)
     if node is not None:
@@ -109,12 +113,11 @@ def server_flags(
 
 def described(settings: GeneratorSettings, name: str) -> list[str]:
     """Return a line for each setting of a generator's server, and for what follows its start."""
-    packages = installed_packages()
-    flags = server_flags(settings, port=0, api_key="(random)", seed_of=name, packages=packages)
-    freezes = device_defaults(settings, packages).freezes_collectors
+    defaults = device_defaults(settings, installed_packages())
+    flags = server_flags(settings, port=0, api_key="(random)", seed_of=name, defaults=defaults)
     return [
         *(f"sglang {flag} = {value}" for flag, value in flags.items()),
-        f"sglang /freeze_gc = {freezes}",
+        f"sglang /freeze_gc = {defaults.freezes_collectors}",
     ]
 
 

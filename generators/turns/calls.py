@@ -104,11 +104,12 @@ class _History(NamedTuple):
     digests: Sequence[bytes]  # digests of the tools, and of ``alike`` up to each message
     tools: Sequence[Json]  # client's order
     sorted_tools: tuple[Json, ...]
+    is_counted: bool  # True if it is not asked: its length is wanted
 
     def without_last(self) -> "_History":
         """Return it without its last message."""
         before = (self.messages[:-1], self.alike[:-1], self.digests[:-1])
-        return _History(*before, self.tools, self.sorted_tools)
+        return _History(*before, self.tools, self.sorted_tools, self.is_counted)
 
 
 class _Understood(NamedTuple):
@@ -209,6 +210,18 @@ class TrajectoryCalls:
         (whole,) = numbered([normalized(reply.history[-1])])
         bare = {name: value for name, value in whole.items() if name != "reasoning_content"}
         return replace(reply, digests=(next_digest(digest, whole), next_digest(digest, bare)))
+
+    async def num_prompt_tokens(self, request: ChatRequest, size: int = LARGE_BYTES) -> int:
+        """Return the number of tokens of the prompt that a request of ``size`` bytes means.
+
+        The trajectory stays as it is.
+
+        Raises:
+            BadRequestError: the request is malformed, or the template refuses its messages.
+            TrajectoryLimitError: it is larger than any trajectory.
+        """
+        understood = await off_loop(size, self._understood, request, is_counted=True)
+        return len(understood.prompt_ids)
 
     async def _refuse_unless_text(self, beginning: Beginning, tools: Sequence[Json]) -> None:
         """Refuse the beginning of a reply that a parser takes for a thought or a call.
@@ -311,8 +324,8 @@ class TrajectoryCalls:
 
     # ---- prompts ---------------------------------------------------------------
 
-    def _understood(self, request: ChatRequest) -> _Understood:
-        """Return what a request means.
+    def _understood(self, request: ChatRequest, *, is_counted: bool = False) -> _Understood:
+        """Return what a request means; ``is_counted`` if its length alone is wanted.
 
         Each message has at least one token, which tells its role; texts of tools count beyond what
         a template may leave out.
@@ -328,7 +341,7 @@ class TrajectoryCalls:
         in_order = tuple(map(msgspec.json.decode, sorted(map(encoded, tools))))
         alike = numbered(messages)
         digests = digests_of([{"tools": in_order}, *alike])
-        history = _History(messages, alike, digests, tools, in_order)
+        history = _History(messages, alike, digests, tools, in_order, is_counted)
         asked = tuple(request.messages)
         try:
             if messages[-1]["role"] == "assistant":
@@ -376,7 +389,8 @@ class TrajectoryCalls:
         """Return the prompt for a reply to messages."""
         prompt_ids = self._continuing(history)
         if prompt_ids is None:
-            self._compare(history.alike, history.sorted_tools)
+            if not history.is_counted:
+                self._compare(history.alike, history.sorted_tools)
             prompt_ids = self._rendering.first(history.messages, history.tools)
         return prompt_ids
 

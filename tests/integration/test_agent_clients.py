@@ -4,16 +4,20 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 
+from slipstream.generators.capture.messages import CountRequest, MessagesRequest
+from tests.support.guide import fences
+from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S
 from tests.unit.generators.capture.test_capture import Served, served
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
-CODEX = Path(__file__).parents[2] / ".cache/codex/node_modules/.bin/codex"
+CODEX = ROOT / ".cache/codex/node_modules/.bin/codex"
 CODEX_SETTINGS = """
 model = "policy"
 model_provider = "here"
@@ -154,11 +158,42 @@ async def test_anthropic_s_client_calls_a_tool_and_thinks(streams: bool):
         assert_kept(it)
         with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]"):
             await ask(messages, tools=[{"type": "bash_20250124", "name": "bash"}])
+        counted = await client.messages.count_tokens(model="policy", messages=messages[:1], **asked)
+        assert counted.input_tokens == first.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.batches.retrieve("none")
         with pytest.raises(anthropic.AuthenticationError):
             await client.with_options(api_key="no").messages.create(
                 model="policy", max_tokens=1, messages=messages
             )
         await client.close()
+
+
+def test_each_field_of_anthropic_s_client_is_honoured_ignored_or_refused():
+    """Fields that are new are refused until somebody decides."""
+    anthropic: Any = pytest.importorskip("anthropic")
+    asked = anthropic.types.message_create_params.MessageCreateParamsNonStreaming
+    counted = anthropic.types.message_count_tokens_params.MessageCountTokensParams
+    refused = {"speed", "user_profile_id", "workspace_id"}
+    assert set(counted.__annotations__) - set(CountRequest.__struct_fields__) == refused
+    refused |= {"container", "diagnostics", "inference_geo"}
+    assert set(asked.__annotations__) - set(MessagesRequest.__struct_fields__) == refused
+
+
+async def test_each_call_of_the_guide_is_answered():
+    anthropic: Any = pytest.importorskip("anthropic")
+    (example,) = (
+        body
+        for kind, body in fences(ROOT / "docs/environments.md", "A function that drives any agent")
+        if kind == "python" and "base_url" in body
+    )
+    async with asyncio.timeout(HANG_S), served(*"abcd") as it:
+        names: dict[str, Any] = {"anthropic": anthropic}
+        body = indent(f"{example}await claude.close()\n", "    ")
+        exec(f"async def ask(client):\n{body}", names)  # noqa: S102
+        await names["ask"](it.client)
+        assert len(it.engine.sampled) == 4
+        assert_kept(it)
 
 
 @pytest.mark.skipif(not CODEX.exists(), reason="npm has not installed @openai/codex (Apache-2.0)")

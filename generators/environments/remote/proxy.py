@@ -14,7 +14,15 @@ from aiohttp import web
 
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.http import HttpServer, holder_of
-from slipstream.generators.capture.server import SHARE, key_in
+from slipstream.generators.capture.server import (
+    NO_KEY,
+    SHARE,
+    TOO_MANY_CONNECTIONS,
+    in_wires_form,
+    key_in,
+    refused,
+)
+from slipstream.generators.capture.wires import CallRefusal
 from slipstream.generators.environments.remote.messages import (
     MAX_BYTES,
     MAX_PATH,
@@ -45,7 +53,7 @@ class PolicyProxy:
         """Prepare; ``start`` listens."""
         self._agents: dict[str, _Agent] = {}
         self._numbers = itertools.count(1)
-        app = web.Application(client_max_size=MAX_BYTES - (1 << 20))
+        app = web.Application(client_max_size=MAX_BYTES - (1 << 20), middlewares=[in_wires_form])
         app.router.add_route("*", "/v1/{path:.*}", self._carry)
         self._http = HttpServer(app, limit_of(SHARE), what="the endpoint of agents", cancels=True)
         self.url = ""
@@ -92,16 +100,14 @@ class PolicyProxy:
         key = holder_of(key_in(request), self._agents)
         agent = self._agents.get(key)
         if agent is None:
-            return web.json_response({"error": {"message": "no such key"}}, status=401)
+            return refused(request.path, NO_KEY)
         if not self._http.admits(key, request.transport, calls_at_a_time=MOST_CALLS):
-            refusal = web.json_response({"error": {"message": "too many connections"}}, status=429)
-            refusal.force_close()
-            return refusal
+            return refused(request.path, TOO_MANY_CONNECTIONS)
         if len(agent.calls) >= MOST_CALLS:
-            return web.json_response({"error": {"message": "too many calls"}}, status=429)
+            return refused(request.path, CallRefusal(429, "too many calls", "too_many_calls"))
         path = f"{request.method} {request.match_info['path']}"
         if len(path) > MAX_PATH:
-            return web.json_response({"error": {"message": "no such path"}}, status=404)
+            raise web.HTTPNotFound
         call = next(self._numbers)
         answers: asyncio.Queue[AgentAnswer] = asyncio.Queue(_MOST_PARTS)
         agent.calls[call] = answers
@@ -119,8 +125,9 @@ async def _passed_on(
     request: web.Request, answers: "asyncio.Queue[AgentAnswer]"
 ) -> web.StreamResponse:
     first = await answers.get()
-    if not first.status:
-        return web.json_response({"error": {"message": "the generator is gone"}}, status=503)
+    if first.is_last or not first.status:
+        why = "the generator has no answer to it"
+        return refused(request.path, CallRefusal(first.status or 503, why, "no_answer"))
     response = web.StreamResponse(status=first.status)
     response.content_type = first.content_type
     await response.prepare(request)

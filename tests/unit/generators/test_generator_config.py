@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.generators.engine import ExpertLayers
+from slipstream.generators.sglang.device_defaults import device_defaults
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.sglang.start_order import random_api_key, server_flags
 from slipstream.wire.errors import ConfigError
@@ -125,9 +126,8 @@ def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, ba
     settings = generator_settings_of(
         model, sampling={"seed_per_sibling": seeded}, generators={"device": "cuda"}
     )
-    flags = server_flags(
-        settings, port=1, api_key="", seed_of="generator-0", packages={"flashinfer"}
-    )
+    defaults = device_defaults(settings, {"flashinfer"})
+    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0", defaults=defaults)
     assert flags.get("sampling_backend") == backend
 
 

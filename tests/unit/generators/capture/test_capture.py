@@ -1,6 +1,7 @@
 """The endpoint as OpenAI's own client sees it, before an engine that says what it is told."""
 
 import asyncio
+import io
 import json
 import random
 import secrets
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 import yarl
@@ -25,7 +27,7 @@ from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.histories import numbered
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ParsedReply
-from slipstream.generators.turns.requests import ChatRequest, TextRequest
+from slipstream.generators.turns.requests import MAX_REQUEST_BYTES, ChatRequest, TextRequest
 from slipstream.wire.errors import EngineError, EngineRefusedError
 from slipstream.wire.messages.trajectory import Json
 from slipstream.wire.messages.versions import PolicyVersion
@@ -548,6 +550,54 @@ async def test_without_its_key_nobody_speaks_for_a_trajectory():
         await it.server.end(it.key)
         with pytest.raises(openai.AuthenticationError):
             await ask(it, [user("?")])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "has_ended", "status"), [(3, False, 400), (999, True, 401), (999, False, 503)]
+)
+async def test_a_client_tries_again_what_may_succeed_and_nothing_else(
+    max_tokens: int, status: int, *, has_ended: bool
+):
+    seen: list[int] = []
+
+    async def note(response: httpx.Response) -> None:
+        seen.append(response.status_code)
+
+    async with served("fail", "yes", max_tokens=max_tokens) as it:
+        if has_ended:
+            await it.server.end(it.key)
+        http = openai.DefaultAsyncHttpxClient(verify=NO_TLS, event_hooks={"response": [note]})
+        client = it.client.with_options(http_client=http, max_retries=1)
+        with suppress(openai.APIStatusError):
+            await client.chat.completions.create(model="policy", messages=[user("2+2?")])
+        await http.aclose()
+    assert seen == ([503, 200] if status == 503 else [status])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "size", "status", "kind"),
+    [
+        ("POST", "embeddings", 0, 404, "invalid_request_error"),
+        ("GET", "responses/resp_1", 0, 404, "invalid_request_error"),
+        ("GET", "chat/completions", 0, 405, "invalid_request_error"),
+        ("POST", "responses", MAX_REQUEST_BYTES, 413, "invalid_request_error"),
+        ("POST", "messages/batches", 0, 404, "not_found_error"),
+        ("DELETE", "messages", 0, 405, "invalid_request_error"),
+        ("POST", "messages/count_tokens", MAX_REQUEST_BYTES, 413, "request_too_large"),
+    ],
+)
+async def test_what_the_server_itself_refuses_has_the_form_of_a_wire(
+    method: str, path: str, size: int, status: int, kind: str
+):
+    async with served() as it, aiohttp.ClientSession(headers={"x-api-key": it.key}) as http:
+        url = f"{it.server.url}/{path}"
+        async with http.request(method, url, data=io.BytesIO(b" " * (size + 1))) as answer:
+            body = await answer.json()
+            assert answer.status == status
+            assert ("Allow" in answer.headers) is (status == 405)
+    assert body["error"]["type"] == kind
+    assert f"{method} /v1/{path}: " in body["error"]["message"]
+    assert (body.get("type") == "error") is ("messages" in path)
 
 
 async def test_an_engine_that_fails_is_no_fault_of_the_client():

@@ -14,13 +14,20 @@ from tests.unit.generators.capture.test_responses import events_of
 LOOK = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
 
 
-async def post(it: Served, *messages: Any, **options: Any) -> tuple[int, Any]:  # noqa: ANN401 JSON
+async def post(
+    it: Served,
+    *messages: Any,  # noqa: ANN401 JSON
+    path: str = "",
+    **options: Any,  # noqa: ANN401 JSON
+) -> tuple[int, Any]:
     """Return the status and the body of an answer."""
     body = {"model": "policy", "max_tokens": 200, "messages": list(messages), **options}
     headers = {"x-api-key": it.key, "anthropic-version": "2023-06-01"}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
-        http.post(f"{it.server.url}/messages?beta=true", json=body) as answer,
+        http.post(
+            f"{it.server.url}/messages/{path}".rstrip("/") + "?beta=true", json=body
+        ) as answer,
     ):
         return answer.status, await answer.json()
 
@@ -189,6 +196,38 @@ async def test_errors_have_anthropic_s_form():
         it.key = "no"
         status, stranger = await post(it, user("?"))
         assert (status, stranger["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_a_prompt_is_counted_as_it_would_be_asked_and_leaves_nothing():
+    async with served("4", "six", max_turns=2, longest_token=1) as it:
+        asked = {"system": [text("Look.")], "tools": [LOOK]}
+        history = [user("2+2?")]
+        for said in ("4", "six"):
+            _, counted = await post(it, *history, path="count_tokens", max_tokens=None, **asked)
+            _, answer = await post(it, *history, **asked)
+            assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+            history += [says(text(said)), user("so?")]
+        tokens = it.tokens
+        for prompt in ([user("2+2?"), says(text("5")), user("no")], [user("x" * 999_999)]):
+            await post(it, *prompt, path="count_tokens", max_tokens=None)
+        assert it.calls.first_difference == ""
+        assert not it.calls.reached_limit
+        assert (it.tokens, len(it.engine.asked)) == (tokens, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"max_tokens": None, "messages": []}, "messages"),
+        ({"max_tokens": None, "messages": [told(IMAGE)]}, "messages[0].content[0]"),
+    ],
+)
+async def test_what_cannot_be_counted_is_refused_by_name(options: dict[str, Any], param: str):
+    async with served() as it:
+        asked = {"messages": [user("?")], "path": "count_tokens", **options}
+        status, body = await post(it, **asked)
+        assert (status, body["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("content", [[3], [[]], 3, None, [{"type": "thinking", "thinking": 3}]])

@@ -141,6 +141,7 @@ CONTENT = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_u
         ({"max_tool_calls": 3}, "max_tool_calls"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"text": {"a_field_to_come": 1}}, "text.a_field_to_come"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

@@ -182,6 +182,10 @@ def test_scores_are_of_the_tokens_after_the_context():
     assert found == Scores(PolicyVersion(1, 4), [[-0.5, -1.0], [-0.5, -1.0]], 1)
 
 
+def test_scores_of_a_vocabularys_last_token_are_named_0():
+    assert scores_of([scored([1, 2]), scored([4, 0])], SCORED, 2).logprobs == [[-0.5, -1.0]] * 2
+
+
 def test_scores_under_two_versions_have_none():
     found = scores_of([scored([1, 2]), scored([4, 5], "v1.5")], SCORED, 2)
     assert found.version is None

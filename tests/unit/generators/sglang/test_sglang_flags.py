@@ -31,7 +31,8 @@ def defaults(
     """Return what SGLang is started with for an engine on a GPU."""
     sections["generators"] = {"device": device, **sections.get("generators", {})}
     settings = generator_settings_of(model, **sections)
-    return server_flags(settings, port=1, api_key="", seed_of="generator-0", packages=packages)
+    chosen = device_defaults(settings, packages)
+    return server_flags(settings, port=1, api_key="", seed_of="generator-0", defaults=chosen)
 
 
 def test_a_gpu_has_sglangs_own_graphs_and_kernels_where_their_packages_are_there(tmp_path: Path):
