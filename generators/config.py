@@ -57,7 +57,8 @@ _REFUSED = {
     "shared experts by themselves alone",
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
-_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # on here, and may be off
+# Flags that are on here, and may be off.
+_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule", "enable_mixed_chunk")
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
 _MAX_GENERATORS = 10_000  # served by one relay
