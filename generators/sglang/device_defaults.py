@@ -61,9 +61,9 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
 def _mixes(settings: GeneratorSettings) -> bool:
     """Return whether lanes are decoded in the batch that prefills a turn of others.
 
-    Without turns a lane is prefilled once, by a prompt that siblings share. With in_place a prompt
-    may be computed half under the old weights, as a batch of its own. Groups of attention wait for
-    each other in every batch, and have to agree on its kind.
+    Without turns a lane is prefilled once, mostly from the cache, for siblings share the prompt.
+    Pauses in place and several groups of attention, which agree on the kind of each batch, have no
+    test that shows exact logprobs of such batches.
     """
     return (
         settings.environment.is_named

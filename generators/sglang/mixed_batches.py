@@ -13,7 +13,7 @@ from slipstream.generators.sglang.replacing import leave_out, replace
 
 _log = logging.getLogger(__name__)
 _WITHOUT_LOGPROBS = "and not (new_batch.return_logprob or running_batch.return_logprob)"
-_LAST = 1  # of an answer's one new token; no logprob of a prompt is asked before it
+_NONE = 1  # start after an answer's one new token: no logprobs of inputs
 
 
 class MixedBatches:
@@ -38,9 +38,9 @@ class MixedBatches:
             num_decoded = running_batch.batch_size()
             mix(self_, running_batch)
             starts = self_.extend_logprob_start_lens
-            starts[len(starts) - num_decoded :] = [_LAST] * num_decoded
+            starts[len(starts) - num_decoded :] = [_NONE] * num_decoded
             self._newest = weakref.ref(self_)
-            _log.info("Mixed batch, #decode-req: %d", num_decoded)  # as SGLang's of other batches
+            _log.info("Mixed batch, #decode-req: %d", num_decoded)
 
         replace(batch, "mix_with_running", mix_with_running)
 

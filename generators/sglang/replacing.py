@@ -35,7 +35,7 @@ def replace(owner: ModuleType | type, name: str, value: object) -> None:
 
 
 def leave_out(owner: type, name: str, line: str) -> None:
-    """Replace a method by itself without one line, in the middle of which nothing can be replaced.
+    """Replace a method by its own source without one line, where no smaller part has a name.
 
     Raises:
         ConfigError: the method has this line not once.
@@ -45,9 +45,8 @@ def leave_out(owner: type, name: str, line: str) -> None:
     found = [number for number, text in enumerate(lines) if text.strip() == line]
     if len(found) != 1:
         raise ConfigError(
-            f"{owner.__name__}.{name} has {len(found)} lines `{line}`, one of which generators/"
-            f"sglang/patches.py leaves out of SGLang {SGLANG_VERSION}: install that release as it "
-            "was published"
+            f"{owner.__name__}.{name} has {len(found)} lines `{line}`, patches.py of generators/"
+            f"sglang leaves one out for SGLang {SGLANG_VERSION}: install it as it was published"
         )
     lines[found[0]] = "\n"
     text = "\n" * (first - 1) + textwrap.dedent("".join(lines))  # numbers of lines stay true
