@@ -14,7 +14,7 @@ Flag: TypeAlias = str | int | float | bool | list[str]
 
 _ATTENTION = frozenset({"flashinfer", "aiter"})  # packages of NVIDIA's and of AMD's GPUs
 _GRAMMARS = "xgrammar"
-# A turn's new tokens are a batch of their own, for which all lanes stand still. With this many
+# A batch with a turn's new tokens takes longer than a decode step, for all lanes. With this many
 # steps between such batches, the turns that begin meanwhile share one.
 _STEPS_BETWEEN_PREFILLS = 8
 
@@ -38,11 +38,13 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
         settings: Settings of a generator.
         packages: Packages that are installed, see ``installed_packages``.
     """
+    mixes: dict[str, Flag] = {"enable_mixed_chunk": True} if _mixes(settings) else {}
     if settings.device == "cpu":
-        return DeviceDefaults(_on_cpu(settings), freezes_collectors=False)
+        return DeviceDefaults(_on_cpu(settings) | mixes, freezes_collectors=False)
     flags: dict[str, Flag] = {
+        **mixes,
         # A pause in place leaves a batch of the old weights unread.
-        "disable_overlap_schedule": settings.weightbus.in_flight == "in_place"
+        "disable_overlap_schedule": settings.weightbus.in_flight == "in_place",
     }
     if settings.environment.is_named:
         flags["prefill_decode_interval"] = _STEPS_BETWEEN_PREFILLS
@@ -54,6 +56,20 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
         flags["grammar_backend"] = "none"
     # On several hosts the order to freeze would pass through every rank's queue.
     return DeviceDefaults(flags, freezes_collectors=settings.generators.nodes == 1)
+
+
+def _mixes(settings: GeneratorSettings) -> bool:
+    """Return whether lanes are decoded in the batch that prefills a turn of others.
+
+    Without turns a lane is prefilled once, mostly from the cache, for siblings share the prompt.
+    Pauses in place and several groups of attention, which agree on the kind of each batch, have no
+    test that shows exact logprobs of such batches.
+    """
+    return (
+        settings.environment.is_named
+        and settings.weightbus.in_flight == "retract"
+        and settings.generators.attention_groups == 1
+    )
 
 
 def _on_cpu(settings: GeneratorSettings) -> dict[str, Flag]:

@@ -1,6 +1,9 @@
 """Replaces functions of SGLang, and refuses if they are not the ones that were corrected."""
 
+import __future__
+
 import inspect
+import textwrap
 from types import ModuleType
 
 from slipstream.wire.errors import ConfigError
@@ -29,6 +32,29 @@ def replace(owner: ModuleType | type, name: str, value: object) -> None:
             f"SGLang {SGLANG_VERSION}: install that release as it was published"
         )
     setattr(owner, name, value)
+
+
+def leave_out(owner: type, name: str, line: str) -> None:
+    """Replace a method by its own source without one line, where no smaller part has a name.
+
+    Raises:
+        ConfigError: the method has this line not once.
+    """
+    method = vars(owner)[name]
+    lines, first = inspect.getsourcelines(method)
+    found = [number for number, text in enumerate(lines) if text.strip() == line]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{owner.__name__}.{name} has {len(found)} lines `{line}`, patches.py of generators/"
+            f"sglang leaves one out for SGLang {SGLANG_VERSION}: install it as it was published"
+        )
+    lines[found[0]] = "\n"
+    text = "\n" * (first - 1) + textwrap.dedent("".join(lines))  # numbers of lines stay true
+    path = inspect.getsourcefile(method) or "?"
+    made: dict[str, object] = {}
+    code = compile(text, path, "exec", __future__.annotations.compiler_flag, dont_inherit=True)
+    exec(code, method.__globals__, made)  # noqa: S102 its own text
+    setattr(owner, name, made[name])
 
 
 def _parameters(value: object, skipped: int) -> str | None:

@@ -1,5 +1,6 @@
 """Clients of a running SGLang server, and what it is busy with, for tests that wait until it is."""
 
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -54,3 +55,12 @@ async def until_load(server: SglangProcess, is_enough: Callable[[Load], bool]) -
 
         await until_async(poll, lambda: f"it is busy with {seen[-3:]}")
     return seen[-1]
+
+
+def num_mixed(server: SglangProcess) -> tuple[int, int]:
+    """Return how many batches were mixed, and how many answers were decoded in them.
+
+    The server's ``log_level`` is info.
+    """
+    rows = re.findall(r"Mixed batch, #decode-req: (\d+)", server.log_file.read_text())
+    return len(rows), sum(map(int, rows))

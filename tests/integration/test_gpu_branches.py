@@ -61,8 +61,8 @@ def test_an_engine_for_a_gpu_can_be_imported_and_knows_its_settings_and_variable
         "decode=full prefill=breakable"
     )
     assert lines[3:5] == [
-        f"retract: disable_overlap_schedule=False {own}",
-        f"in_place: disable_overlap_schedule=True {own}",
+        f"retract: disable_overlap_schedule=False enable_mixed_chunk=True {own}",
+        f"in_place: disable_overlap_schedule=True enable_mixed_chunk=False {own}",
     ], "FlashInfer is not installed"
     assert lines[5:], "it has variables of its own"
     assert all(line.endswith(": known") for line in lines[5:]), lines

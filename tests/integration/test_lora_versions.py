@@ -25,7 +25,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.models.adapters import CONFIG, TENSORS, adapter_config, adapter_shapes
-from tests.integration.sglang_load import until_load
+from tests.integration.sglang_load import num_mixed, until_load
 from tests.support.blank_model import write_blank_model
 from tests.support.bus.published import Published, subscriber_of
 from tests.support.random_llama import write_random_weights
@@ -55,7 +55,12 @@ def settings_of(folder: Path) -> GeneratorSettings:
             },
             "lora": {"rank": 4, "alpha": 8.0},
             "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
-            "generators": {"device": "cpu", "max_cached_tokens": 8192, "max_sequences": 16},
+            "generators": {
+                "device": "cpu",
+                "max_cached_tokens": 8192,
+                "max_sequences": 16,
+                "sglang": {"enable_mixed_chunk": True, "log_level": "info"},
+            },
             "weightbus": {"timeout_s": NEVER_S, "receive_timeout_s": NEVER_S},
         }
     )
@@ -182,11 +187,13 @@ async def test_answers_end_under_the_version_that_they_began_with(
                 assert record.adopted_by, record.failed
                 in_flight.append(record.num_in_flight["generator-0"])
                 assert len(record.engine_digests["generator-0"]) == 32
-            was_generating = not generation.done()
+            num_before, _ = num_mixed(process)
             (short,) = await bus.engine.sample(PROMPT, SHORT, count=1)
             assert short.version_starts == [(0, PolicyVersion(bus.epoch, step))]
             answers.append(short)
+            was_generating = not generation.done()
             if was_generating:
+                assert num_mixed(process)[0] > num_before, "of two adapters"
                 assert in_flight == [2] * 4
                 assert began in bus.engine.versions, "unloaded under its answers"
             long = await generation

@@ -22,6 +22,7 @@ _SERVER = (
 )
 _DEFAULTS = (
     "disable_overlap_schedule",
+    "enable_mixed_chunk",
     "prefill_decode_interval",
     "prefill_decode_interval_min_bs",
     "attention_backend",

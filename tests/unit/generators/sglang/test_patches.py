@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from slipstream.generators.sglang import seeded_sampling
+from slipstream.generators.sglang.mixed_batches import MixedBatches
 from slipstream.generators.sglang.patches import (
     ExpertsBefore,
     Retractions,
     check_version,
+    name_the_last_token,
     sample_by_seed,
 )
-from slipstream.generators.sglang.replacing import replace
+from slipstream.generators.sglang.replacing import leave_out, replace
 from slipstream.wire.errors import ConfigError
 
 
@@ -59,6 +61,41 @@ def test_what_takes_other_arguments_is_not_replaced():
             replace(Updater, "load", other)
     with pytest.raises(ConfigError, match=r"Updater.build takes \(batch\), what replaces it"):
         replace(Updater, "build", classmethod(lambda cls: cls))
+
+
+class Planner:
+    limit = 3
+
+    def plan(self, waiting: int) -> int:
+        if (
+            waiting > 0
+            and waiting < self.limit
+            and not waiting % 2
+        ):  # fmt: skip
+            return waiting
+        raise LookupError
+
+    def twice(self) -> int:
+        number = 1
+        number += 1
+        number += 1
+        return number
+
+
+def test_a_line_is_left_out_of_a_method_that_has_it_once():
+    with pytest.raises(LookupError) as before:
+        Planner().plan(5)
+    leave_out(Planner, "plan", "and waiting < self.limit")
+    assert Planner().plan(8) == 8
+    with pytest.raises(LookupError) as after:
+        Planner().plan(5)
+    assert before.tb.tb_next is not None
+    assert after.tb.tb_next is not None
+    assert before.tb.tb_next.tb_lineno == after.tb.tb_next.tb_lineno
+    assert Planner.plan.__code__.co_filename == __file__
+    for name, line, count in [("plan", "and waiting < 4", 0), ("twice", "number += 1", 2)]:
+        with pytest.raises(ConfigError, match=rf"Planner\.{name} has {count} lines `"):
+            leave_out(Planner, name, line)
 
 
 NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")
@@ -113,6 +150,80 @@ def test_retractions_are_counted_over_batches_and_reported_with_loads():
     assert load.get_loads().queues.retracted == 2
     batches.ScheduleBatch("c").retract_decode()
     assert load.get_loads().queues.retracted == 3
+
+
+class MixedBatch:
+    """As ScheduleBatch: what it mixes in is asked for the logprobs of its inputs."""
+
+    def __init__(self, *reqs: Request) -> None:
+        self.reqs = list(reqs)
+        self.extend_logprob_start_lens = [5] * len(reqs)
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    def mix_with_running(self, running_batch: "MixedBatch") -> None:
+        self.reqs += running_batch.reqs
+        self.extend_logprob_start_lens = [5, *[0] * len(running_batch.reqs)]
+
+
+def sequence(is_finished: bool = False, is_retracted: bool = False) -> Request:
+    return Request(finished=lambda: is_finished, is_retracted=is_retracted)
+
+
+def test_decoded_answers_of_a_mixed_batch_have_no_logprobs_of_inputs_and_are_running():
+    mixed, num_running = MixedBatches(), 0
+    batches, inquirers = types.ModuleType("batches"), types.ModuleType("inquirers")
+
+    def get_loads(_of: object) -> Request:
+        return Request(num_running_reqs=num_running)
+
+    batches.__dict__["ScheduleBatch"] = type("Batch", (MixedBatch,), dict(vars(MixedBatch)))
+    inquirers.__dict__["SchedulerLoadInquirer"] = type("Asked", (), {"get_loads": get_loads})
+    mixed.mix(batches)
+    mixed.report(inquirers)
+    load = inquirers.SchedulerLoadInquirer()
+    assert load.get_loads().num_running_reqs == 0
+    new = batches.ScheduleBatch(sequence())
+    new.mix_with_running(batches.ScheduleBatch(sequence(), sequence(True), sequence(False, True)))
+    assert new.extend_logprob_start_lens == [5, 1, 1, 1]
+    assert load.get_loads().num_running_reqs == 2, "one is prefilled, one is decoded"
+    num_running = 7
+    assert load.get_loads().num_running_reqs == 7
+    num_running = 0
+    del new
+    assert load.get_loads().num_running_reqs == 0
+
+
+class Scoring:
+    """As SchedulerLogprobResultProcessor."""
+
+    model_config = Request(vocab_size=9)
+
+    def _process_input_token_logprobs(
+        self, req: Request, input_token_logprobs: list[float]
+    ) -> None:
+        req.logprob.input_token_logprobs_val = [None, *input_token_logprobs[:-1]]
+        req.logprob.input_token_logprobs_idx = [0]
+
+    def _uses_scoring_positions(self, req: Request) -> bool:
+        return bool(req.positions)
+
+
+def test_scores_name_every_token_of_the_vocabulary():
+    module = types.ModuleType("scores")
+    module.__dict__["SchedulerLogprobResultProcessor"] = Scoring
+    name_the_last_token(module)
+    for positions, named in [((), [7, 8, 0]), ((1,), [0])]:
+        req = Request(
+            logprob=Request(),
+            origin_input_ids=[3, 7, 8, 1 << 40],
+            logprob_start_len=1,
+            positions=positions,
+        )
+        Scoring()._process_input_token_logprobs(req, [-1.0, -2.0, -3.0])
+        assert req.logprob.input_token_logprobs_idx == named
+        assert req.logprob.input_token_logprobs_val == [None, -1.0, -2.0]
 
 
 POOL = object()  # of SGLang

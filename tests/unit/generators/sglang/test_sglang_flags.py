@@ -66,6 +66,31 @@ def test_turns_that_begin_on_a_gpu_share_a_prefill(tmp_path: Path):
     assert found["prefill_decode_interval"] == 0
 
 
+def test_turns_are_prefilled_beside_what_is_decoded_where_that_is_exact(tmp_path: Path):
+    environment: dict[str, object] = {"function": "environments.py:count", "max_tokens": 200}
+    groups = {"sglang": {"tp_size": 2, "attn_dp_size": 2}}
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    config = tmp_path / "config.json"
+    qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | qwen))
+    for device in ("cpu", "cuda"):
+        for sections, expected in [
+            ({"environment": environment}, True),
+            ({"environment": environment, "weightbus": {"in_flight": "in_place"}}, None),
+            ({"environment": environment, "generators": groups}, None),
+            (
+                {
+                    "environment": environment,
+                    "generators": {"sglang": {"enable_mixed_chunk": False}},
+                },
+                False,
+            ),
+            ({}, None),
+        ]:
+            found = defaults(tmp_path, PACKAGES, device=device, **sections)
+            assert found.get("enable_mixed_chunk") is expected
+
+
 def test_collectors_are_frozen_where_processes_are_spawned_on_one_host(tmp_path: Path):
     several = {"nodes": 2, "sglang": {"tp_size": 2}}
     for generators, frozen in [
