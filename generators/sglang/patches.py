@@ -52,7 +52,6 @@ _SAMPLER = "sglang.srt.layers.sampler"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 _BATCH_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
-_LOGPROB_RESULTS = "sglang.srt.managers.scheduler_components.logprob_result_processor"
 _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
@@ -95,7 +94,6 @@ def install() -> None:
         _SCHEDULER: mixed.plan,
         _SCHEDULE_BATCH: correct_batches,
         _BATCH_RESULTS: experts.put_back,
-        _LOGPROB_RESULTS: name_the_last_token,
         _LOAD_INQUIRER: correct_loads,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
@@ -410,28 +408,6 @@ def _answer_failed_loads(module: ModuleType) -> None:
             return False, f"Failed to update weights: {error}"
 
     replace(updater, "update_weights_from_disk", update_weights_from_disk)
-
-
-def name_the_last_token(module: ModuleType) -> None:
-    """Name every token of a scored sequence, the last one of the vocabulary too.
-
-    SGLang names token 0 in its place, as it does for places of images, whose numbers are no
-    tokens: the answer looks like that of another sequence. Remove when SGLang compares with the
-    size of the vocabulary.
-    """
-    processor = module.SchedulerLogprobResultProcessor
-    process = processor._process_input_token_logprobs
-
-    def _process_input_token_logprobs(self: Any, req: Any, input_token_logprobs: Any) -> None:  # noqa: ANN401
-        process(self, req, input_token_logprobs)
-        if not self._uses_scoring_positions(req):
-            size = self.model_config.vocab_size
-            scored = req.origin_input_ids[req.logprob_start_len :]
-            req.logprob.input_token_logprobs_idx = [
-                token if token < size else 0 for token in scored
-            ]
-
-    replace(processor, "_process_input_token_logprobs", _process_input_token_logprobs)
 
 
 class Retractions:

@@ -10,7 +10,6 @@ from slipstream.generators.sglang.patches import (
     ExpertsBefore,
     Retractions,
     check_version,
-    name_the_last_token,
     sample_by_seed,
 )
 from slipstream.generators.sglang.replacing import leave_out, replace
@@ -193,37 +192,6 @@ def test_decoded_answers_of_a_mixed_batch_have_no_logprobs_of_inputs_and_are_run
     num_running = 0
     del new
     assert load.get_loads().num_running_reqs == 0
-
-
-class Scoring:
-    """As SchedulerLogprobResultProcessor."""
-
-    model_config = Request(vocab_size=9)
-
-    def _process_input_token_logprobs(
-        self, req: Request, input_token_logprobs: list[float]
-    ) -> None:
-        req.logprob.input_token_logprobs_val = [None, *input_token_logprobs[:-1]]
-        req.logprob.input_token_logprobs_idx = [0]
-
-    def _uses_scoring_positions(self, req: Request) -> bool:
-        return bool(req.positions)
-
-
-def test_scores_name_every_token_of_the_vocabulary():
-    module = types.ModuleType("scores")
-    module.__dict__["SchedulerLogprobResultProcessor"] = Scoring
-    name_the_last_token(module)
-    for positions, named in [((), [7, 8, 0]), ((1,), [0])]:
-        req = Request(
-            logprob=Request(),
-            origin_input_ids=[3, 7, 8, 1 << 40],
-            logprob_start_len=1,
-            positions=positions,
-        )
-        Scoring()._process_input_token_logprobs(req, [-1.0, -2.0, -3.0])
-        assert req.logprob.input_token_logprobs_idx == named
-        assert req.logprob.input_token_logprobs_val == [None, -1.0, -2.0]
 
 
 POOL = object()  # of SGLang
