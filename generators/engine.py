@@ -34,6 +34,7 @@ class SamplingParams:
     experts_from: int = 0  # first token whose experts are recorded; at most the prompt's length
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
     stop_token_ids: tuple[int, ...] = ()  # further tokens besides the model's own
+    session: str = ""  # trajectory of several turns, whose prefixes stay until ``end_session``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,14 @@ class InferenceEngine(EngineWeights, Protocol):
         ``seeds`` are 63-bit, one per response, or none.
 
         Raises EngineError if the engine fails. Cancelling the call ends the generation.
+        """
+        ...
+
+    def end_session(self, session: str) -> None:
+        """Release the prefixes of a trajectory, which gets no more responses; waits for nothing.
+
+        Until then the cache gives up prefixes without a session first. It keeps no session alive:
+        one that does not fit is computed again. A failure is logged.
         """
         ...
 

@@ -216,7 +216,9 @@ class GeneratorWorker:
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
         leased, _ = await self._client.ask(
-            LeaseGroups(adopted=self._adopted, max_sequences=self._lanes.free, wait_s=_POLL_S),
+            LeaseGroups(
+                adopted=self._adopted, max_sequences=max(0, self._lanes.free), wait_s=_POLL_S
+            ),
             GroupsLeased,
             extra_wait_s=_POLL_S,
         )

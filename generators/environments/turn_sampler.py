@@ -2,9 +2,11 @@
 
 import itertools
 import logging
+import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.generators.capture.server import CaptureServer
@@ -174,14 +176,13 @@ class TurnSampler:
             EnvironmentFailedError: the environment cannot continue.
             EngineError: the engine failed.
         """
-        params = self._sampler.params[group.item]
+        params = replace(self._sampler.params[group.item], session=secrets.token_hex(8))
+        conversation = Conversation(max_turns=self._settings.max_turns, max_tokens=self._max_tokens)
         calls = TrajectoryCalls(
-            sample=self._sample(group, sibling, lanes),
+            sample=self._sample(group, sibling, lanes, conversation),
             params=params,
             rendering=self._rendering,
-            conversation=Conversation(
-                max_turns=self._settings.max_turns, max_tokens=self._max_tokens
-            ),
+            conversation=conversation,
             encode=self._sampler.codec.text_ids,
             decode=self._sampler.codec.decode,
             parse=self._parse,
@@ -206,6 +207,7 @@ class TurnSampler:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             raise EnvironmentFailedError(reason) from error
         finally:
+            self._sampler.engine.end_session(params.session)
             self._num_abandoned += calls.num_abandoned
             self._num_rejected += calls.rejected
             self.differences.append(calls.first_difference)
@@ -233,11 +235,13 @@ class TurnSampler:
         ended = limits[outcome.ended_by]
         raise EnvironmentFailedError(f"the environment gave no reward{ended}, and {_NO_SCORER}")
 
-    def _sample(self, group: LeasedGroup, sibling: int, lanes: CallLanes) -> "_Sample":
+    def _sample(
+        self, group: LeasedGroup, sibling: int, lanes: CallLanes, conversation: Conversation
+    ) -> "_Sample":
         seed: int | None = None
         if self._sampler.run_seed is not None:
             seed = sibling_seed(self._sampler.run_seed, group.item, group.position, sibling)
-        return _Sample(self._sampler.engine, seed, lanes)
+        return _Sample(self._sampler.engine, seed, lanes, conversation)
 
     def _submission(
         self,
@@ -295,10 +299,17 @@ class TurnSampler:
 class _Sample:
     """Samples the engine's replies in one trajectory; each call has a seed of its own."""
 
-    def __init__(self, engine: InferenceEngine, seed: int | None, lanes: CallLanes) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        seed: int | None,
+        lanes: CallLanes,
+        conversation: Conversation,
+    ) -> None:
         self._engine = engine
         self._seed = seed
         self._lanes = lanes
+        self._conversation = conversation
         self._num_calls = 0
 
     async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
@@ -308,4 +319,6 @@ class _Sample:
             replies = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
         if len(replies) != 1:
             raise EngineError(f"the engine gave {len(replies)} replies to one prompt")
+        num_tokens = len(prompt_ids) + len(replies[0].token_ids)
+        self._lanes.hold(max(num_tokens, self._conversation.num_tokens))  # it may have branches
         return replies[0]

@@ -7,7 +7,7 @@ generated, as TCP probes a path's capacity: increase by a little while there is 
 to a part when something was lost (Chiu and Jain, 1989; Jacobson, 1988).
 
 Units: limits are sequences. ``kv_use`` is the share of the cache, 0 to 1, that sequences under way
-hold; prefixes that are merely kept do not count.
+hold; prefixes of sleeping trajectories count in ``live_tokens``.
 """
 
 from dataclasses import dataclass, replace

@@ -16,6 +16,7 @@ from slipstream.generators.lanes.concurrency import (
     decide,
     first_limit,
 )
+from slipstream.generators.lanes.live_tokens import LiveTokens
 
 _log = logging.getLogger(__name__)
 _MEAN_S = 3.0  # over which the number of trajectories outside the engine is averaged
@@ -34,6 +35,7 @@ class Lanes:
         *,
         longest_tokens: int | None = None,
         most_outside: int = 0,
+        live: LiveTokens | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the lanes.
@@ -44,8 +46,12 @@ class Lanes:
                 engine's load.
             most_outside: Most trajectories booked beyond the lanes while as many are outside of
                 the engine, with their environments.
+            live: Tokens of live trajectories, if the cache must have room for all that are booked.
             now: Returns seconds of a clock.
         """
+        self._live = live
+        self._capacity_tokens = 0  # unknown until the load is observed
+        self._num_promised = 0  # booked sequences that have not begun
         self._most_outside = most_outside
         self._outside = MeanCount(now)
         self._now = now
@@ -65,9 +71,15 @@ class Lanes:
         """Lanes that are not booked; negative if the limit fell below the booked number.
 
         Lanes of trajectories that run outside of the engine count as free, up to their average
-        number: at one moment many may be between two replies.
+        number: at one moment many may be between two replies. But only whole groups are booked that
+        the cache has room for, or as many as must always fit.
         """
-        return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
+        lanes = self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
+        if self._live is None:
+            return lanes
+        fitting = self._live.num_fitting(self._capacity_tokens, self._num_promised)
+        fitting -= fitting % self._within.step
+        return min(lanes, max(fitting, self._within.lowest - self._booked))
 
     async def until_free(self) -> None:
         """Wait for a lane."""
@@ -77,12 +89,14 @@ class Lanes:
     def book(self, num_sequences: int) -> "Booking":
         """Reserve lanes for leased work."""
         self._booked += num_sequences
+        self._num_promised += num_sequences
         return Booking(self, num_sequences)
 
     def observe(self, load: EngineLoad) -> None:
         """Adjust the limit to the engine's load."""
         if self._longest_tokens is None:
             return
+        self._capacity_tokens = load.capacity_tokens
         before = self.limit
         if self._state is None:
             limit = first_limit(
@@ -138,7 +152,7 @@ class Booking:
 
     def __init__(self, lanes: Lanes, num_sequences: int) -> None:
         self._lanes = lanes
-        self._open = num_sequences
+        self._open = self._num_promised = num_sequences
         self._has_entered = False
 
     async def enter(self) -> None:
@@ -161,7 +175,12 @@ class Booking:
 
     def close(self) -> None:
         """Release all remaining lanes, because the group has ended."""
+        self._begin(self._num_promised)
         self.leave(self._open)
+
+    def _begin(self, num_sequences: int) -> None:
+        self._num_promised -= num_sequences
+        self._lanes._num_promised -= num_sequences
 
     @asynccontextmanager
     async def by_call(
@@ -171,6 +190,7 @@ class Booking:
 
         ``on_change`` is called when it enters or leaves the engine.
         """
+        self._begin(1)
         lanes = CallLanes(self._lanes, on_change)
         try:
             yield lanes
@@ -191,8 +211,15 @@ class CallLanes:
         self._num_calls = 0
         self._since_s = lanes._now()  # start of the time in the engine, or outside
         self._engine_s = self._environment_s = 0.0
+        if lanes._live is not None:
+            lanes._live.begin(self)
         lanes._step_out()
         self._count(acting=1)
+
+    def hold(self, num_tokens: int) -> None:
+        """Take the trajectory's tokens in the engine's cache after a call."""
+        if self._lanes._live is not None:
+            self._lanes._live.hold(self, num_tokens)
 
     def seconds(self) -> tuple[float, float]:
         """Return the time in calls of the engine, including waits for lanes, and outside."""
@@ -228,6 +255,9 @@ class CallLanes:
 
     def close(self) -> None:
         """Take a lane again, since each trajectory gives one back when it leaves its booking."""
+        if self._lanes._live is not None:
+            self._lanes._live.end(self)
+            self._lanes._changed.set()
         self._lanes.in_flight += 1
         self._count(acting=-1)
 
@@ -270,8 +300,10 @@ def lanes_of(settings: GeneratorSettings) -> Lanes:
         step=group_size,
     )
     follows_load = settings.generators.concurrency == "adaptive"
+    keeps_prefixes = settings.environment.is_named and settings.weightbus.in_flight == "retract"
     return Lanes(
         within,
         longest_tokens=settings.longest_tokens if follows_load else None,
         most_outside=settings.most_outside,
+        live=LiveTokens(settings.longest_tokens) if follows_load and keeps_prefixes else None,
     )

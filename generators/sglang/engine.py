@@ -6,6 +6,7 @@ SGLang answers a pause before its scheduler has paused. But the scheduler carrie
 the order of sending, so no token gets a label that was set after it was chosen.
 """
 
+import asyncio
 import base64
 import logging
 import secrets
@@ -121,9 +122,13 @@ class SglangEngine:
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
         self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
         self._num_in_flight = 0
+        self._ending = set[asyncio.Task[None]]()  # sessions
 
     async def close(self) -> None:
         """Close the connections, which also ends generations over them."""
+        for ending in self._ending:
+            ending.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
         await self._http.close()
 
     # ---- sampling ------------------------------------------------------------
@@ -167,6 +172,7 @@ class SglangEngine:
             "return_sampling_mask": params.max_kept > 0,
             "return_routed_experts": params.experts_of is not None,
             "routed_experts_start_len": params.experts_from,
+            "session_id": params.session or None,  # SGLang opens it by itself
         }
 
     async def _answers(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -178,6 +184,20 @@ class SglangEngine:
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
         return answers
+
+    def end_session(self, session: str) -> None:
+        """Have the server evict a session's prefixes before those of others; waits for nothing."""
+        if not self._forgets_prefixes:
+            return  # it has none
+        ending = asyncio.create_task(self._end_session(session))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _end_session(self, session: str) -> None:
+        try:
+            await self._control("/close_session", {"session_id": session})
+        except EngineError as error:  # its prefixes go with the next version
+            _log.info("%s", error)
 
     async def score(self, sequences: Sequence[Sequence[int]], *, num_context: int) -> Scores:
         """Return the logprobs of tokens after the first ``num_context`` of each sequence.
@@ -437,7 +457,7 @@ class SglangEngine:
                         f"SGLang {path}: {response.status} {(await response.text())[:300]}"
                     )
                 answer: dict[str, Any] | list[dict[str, Any]] = msgspec.json.decode(
-                    await response.read()
+                    await response.read() or b"{}"
                 )
         except TimeoutError as error:
             raise EngineError(f"SGLang {path}: no answer in {limit.total:.0f} s") from error

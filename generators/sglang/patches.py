@@ -60,6 +60,7 @@ _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
 _REASONING_PARSERS = "sglang.srt.parser.reasoning_parser"
+_SESSIONS = "sglang.srt.mem_cache.unified_cache.session_ref_tracker"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -102,6 +103,7 @@ def install() -> None:
         _WEIGHT_CHECKER: hash_on_host,
         _TOKENIZER: adoption.adopt_in_tokenizer,
         _HTTP_SERVER: _freeze_nothing,
+        _SESSIONS: keep_sessions,
         _TOOL_PARSERS: keep_every_character,
         _REASONING_PARSERS: cut_at_marks,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
@@ -513,6 +515,23 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
         self.len_output_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
 
     replace(penalizer, "_prepare", prepare_from_output)
+
+
+def keep_sessions(module: ModuleType) -> None:
+    """Have a flush of the prefix cache forget prefixes, and not whose they were.
+
+    SGLang also forgets the sessions: the prefixes of responses that a pause retracted would have no
+    session, and be evicted first while their trajectories live. Remove when SGLang keeps sessions.
+    """
+    tracker = module.UnifiedSessionRefTracker
+    forget = tracker.reset
+
+    def reset(self: Any) -> None:  # noqa: ANN401
+        kept = vars(self).copy()
+        forget(self)
+        vars(self).update(kept)
+
+    replace(tracker, "reset", reset)
 
 
 def _keep_seeds(module: ModuleType) -> None:

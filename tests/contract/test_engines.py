@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.sglang_load import Load, until_load
+from tests.integration.sglang_load import Load, client_of, until_load
 from tests.support.engine_steps import load_folder, pause
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_run import sglang_server, write_policy
@@ -30,7 +31,7 @@ TRIES = 20  # to pause while answers are in the making: a slow machine may do it
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[SglangProcess]:
-    with sglang_server() as process:
+    with sglang_server(several_turns=True) as process:
         yield process
 
 
@@ -140,6 +141,54 @@ async def test_a_seed_decides_an_answer_whatever_is_answered_beside_it(engine: I
     assert len({tuple(answer) for answer in among}) == 3
     unseeded = ids(await engine.sample(PROMPT, SHORT, count=3))
     assert len({tuple(answer) for answer in unseeded}) == 3
+
+
+async def test_a_session_changes_no_answer_and_may_end_at_any_time(engine: InferenceEngine):
+    (alone,) = ids(await engine.sample(PROMPT, SHORT, count=1, seeds=[7]))
+    for session in ("a", "a", "b", "a"):  # also after its end
+        params = replace(SHORT, session=session)
+        (answer,) = ids(await engine.sample(PROMPT, params, count=1, seeds=[7]))
+        assert answer == alone
+        engine.end_session(session)
+    engine.end_session("never heard of")
+    asked = asyncio.create_task(engine.sample(PROMPT, replace(SHORT, session="c"), count=2))
+    engine.end_session("c")
+    assert len(await asked) == 2
+
+
+@pytest.mark.integration
+async def test_prefixes_of_live_trajectories_stay_and_others_make_room(
+    sglang: SglangProcess, tmp_path: Path
+):
+    write_policy(tmp_path / "policy")
+    async with client_of(sglang, OLD) as engine:
+
+        async def cached_after(first: int, session: str, *, is_ended: bool = False) -> int:
+            """Return how much of an answer is still in the cache when others had filled it."""
+            prompt = [first, *[3 + i % 30 for i in range(100)]]
+            params = replace(LONG, session=session)
+            for _ in range(TRIES):
+                asked = asyncio.create_task(engine.sample(prompt, params, count=1))
+                await until_load(
+                    sglang, lambda load, asked=asked: load.num_running == 1 or asked.done()
+                )
+                await engine.adopt_folder(tmp_path / "policy", NEW, digest="")
+                (answer,) = await asked
+                await engine.label(OLD)
+                if len(answer.version_starts) == 2:  # new weights came amid it
+                    break
+            if is_ended:
+                engine.end_session(session)
+                await until_async(lambda: not engine._ending)
+            for other in range(15):
+                filling = [20 + other, *range(3, 38), first] * 8
+                await engine.sample(filling, SHORT, count=1)
+            whole = [*prompt, *answer.token_ids]
+            return (await engine.score([[*whole, 5]], num_context=len(whole))).num_cached
+
+        assert await cached_after(4, "live") >= 398
+        assert await cached_after(5, "") == 0
+        assert await cached_after(6, "ended", is_ended=True) == 0
 
 
 async def test_greedy_answers_are_equal(engine: InferenceEngine):

@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from slipstream.broker.server.generation import most_bytes
-from slipstream.generators.engine import SamplingParams
+from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
 from slipstream.generators.environments.turn_sampler import TurnSampler
 from slipstream.generators.lanes.concurrency import Range
@@ -21,7 +21,7 @@ from slipstream.wire.messages.trajectory import Json, Prompt
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
 from tests.support.blank_model import write_blank_model
 from tests.support.canned_engine import CannedEngine, completion
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, until_async
 
 pytestmark = pytest.mark.integration
 TOKEN_BYTES = 16  # of arrays, for each token
@@ -46,6 +46,7 @@ async def submission_of(
     template: str = "",
     parser: str = "",
     must_reward: bool = False,
+    engine: CannedEngine | None = None,
     **limits: int,
 ) -> Submission:
     write_blank_model(folder / "model", hidden=16, layers=1)
@@ -54,7 +55,8 @@ async def submission_of(
     )
     codec = TextCodec(folder / "model", sampling)
     params = SamplingParams(temperature=1.0, max_new_tokens=8)
-    sampler = Sampler(Parsing(completion(5, 2)), codec, {"train": params}, 1)
+    engine = engine or Parsing(completion(5, 2))
+    sampler = Sampler(engine, codec, {"train": params}, 1)
     section = EnvironmentSection(
         function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser, **limits
     )
@@ -75,6 +77,8 @@ async def submission_of(
         booking.by_call() as lanes,
     ):
         message, frames = await turn_sampler.run(work, 0, lanes)
+    (session,) = engine.ended_sessions
+    assert {params.session for _, params, _, _ in engine.asked} == {session}
     most = most_bytes(message.header, TOKEN_BYTES)
     assert all(len(frame) <= most[what] for what, frame in zip(most, frames, strict=False))
     return message, frames
@@ -138,6 +142,36 @@ def test_a_trajectory_that_nobody_would_reward_has_failed(
         EnvironmentFailedError, match=rf"^the environment gave no reward{ended}, and .*workers = 0"
     ):
         asyncio.run(submission_of(tmp_path, name, must_reward=True, **limits))
+
+
+class Silent(Parsing):
+    """Never answers."""
+
+    @override
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        await super().sample(prompt_ids, params, count=count, seeds=seeds)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_trajectory_that_fails_or_is_taken_away_ends_its_session(tmp_path: Path):
+    failing, silent = Parsing(completion(5, 2)), Silent(completion(5, 2))
+    with pytest.raises(EnvironmentFailedError):
+        await submission_of(tmp_path, "Forgets", must_reward=True, engine=failing)
+    taken = asyncio.create_task(submission_of(tmp_path, "OneTurn", engine=silent))
+    await until_async(lambda: bool(silent.asked))
+    taken.cancel()
+    await asyncio.wait([taken])
+    assert taken.cancelled()
+    for engine in (failing, silent):
+        assert engine.ended_sessions == [engine.asked[0][1].session] != [""]
 
 
 def test_what_did_not_fit_into_a_trajectory_is_no_part_of_it(tmp_path: Path):

@@ -17,6 +17,7 @@ class CannedEngine:
     def __init__(self, *completions: Completion) -> None:
         self.completions = list(completions)
         self.asked: list[tuple[list[int], SamplingParams, int, list[int]]] = []
+        self.ended_sessions: list[str] = []
 
     async def sample(
         self,
@@ -32,6 +33,9 @@ class CannedEngine:
     def answers(self, _count: int) -> list[Completion]:
         """Return the answers to the newest request."""
         return self.completions
+
+    def end_session(self, session: str) -> None:
+        self.ended_sessions.append(session)
 
     async def open_group(self, **settings: object) -> None: ...
     async def close_group(self, group_name: str) -> None: ...

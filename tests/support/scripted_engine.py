@@ -78,6 +78,9 @@ class ScriptedEngine(EngineInSteps):
             for answer in answers:  # one without an answer ends the others
                 answer.cancel()
 
+    def end_session(self, session: str) -> None:
+        """Do nothing: no prefix is kept."""
+
     async def load(self) -> EngineLoad:
         """Return what the engine is busy with."""
         return EngineLoad(

@@ -57,7 +57,9 @@ def serving(settings: GeneratorSettings) -> Iterator[SglangProcess]:
 
 
 @contextmanager
-def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[SglangProcess]:
+def sglang_server(
+    model: Path | None = None, longest: int = 456, *, several_turns: bool = False
+) -> Iterator[SglangProcess]:
     """Yield a real server of a model, of the tiny policy if none is given."""
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
         if model is None:
@@ -68,6 +70,7 @@ def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[Sgl
                 "run": {"name": "p", "dir": name, "model": str(model)},
                 "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest - 16},
                 "generators": {"device": "cpu", "max_cached_tokens": 4096},
+                "environment": {"function": "none.py:None"} if several_turns else {},
             }
         )
         with serving(settings) as process:

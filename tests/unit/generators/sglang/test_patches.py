@@ -10,6 +10,7 @@ from slipstream.generators.sglang.patches import (
     ExpertsBefore,
     Retractions,
     check_version,
+    keep_sessions,
     sample_by_seed,
 )
 from slipstream.generators.sglang.replacing import leave_out, replace
@@ -22,6 +23,28 @@ def test_only_the_release_that_the_corrections_were_written_for_is_taken():
     for other in ("0.5.24", "0.5.23.post1", "0.6.0"):
         with pytest.raises(ConfigError, match=rf"SGLang {other} is installed, .*==0\.5\.23"):
             check_version(other)
+
+
+def test_a_flush_forgets_prefixes_and_not_whose_they_are():
+    class Tracker:
+        def __init__(self) -> None:
+            self.forgotten = 0
+            self.reset()
+
+        def reset(self) -> None:
+            self.sessions: dict[str, int] = {}
+            self.counter = 0
+            flushes.append("forgets")
+
+    flushes: list[str] = []
+    module = types.ModuleType("session_ref_tracker")
+    module.__dict__["UnifiedSessionRefTracker"] = Tracker
+    keep_sessions(module)
+    tracker = Tracker()
+    tracker.sessions["a"] = tracker.counter = 1
+    tracker.reset()
+    assert flushes == ["forgets", "forgets"]
+    assert (tracker.sessions, tracker.counter) == ({"a": 1}, 1)
 
 
 def test_what_is_not_there_is_not_replaced():

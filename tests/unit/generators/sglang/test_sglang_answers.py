@@ -139,6 +139,7 @@ def test_experts_are_those_of_layers_that_have_them():
     assert np.array_equal(completion.experts, experts[:, 1:])
     assert asked["return_routed_experts"] is True
     assert asked["routed_experts_start_len"] == 0
+    assert asked["session_id"] is None
 
 
 def test_experts_that_are_known_are_not_asked_for_again():

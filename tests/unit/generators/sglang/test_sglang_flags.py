@@ -111,6 +111,20 @@ def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_wei
     assert flags(tmp_path, "retract", disable_radix_cache=True)["disable_radix_cache"] is True
 
 
+def test_prefixes_have_trajectories_where_these_have_several_turns(tmp_path: Path):
+    environment = {"function": "a.py:A"}
+    for section, in_flight, has in [
+        (environment, "retract", True),
+        ({}, "retract", False),
+        (environment, "in_place", False),
+    ]:
+        settings = generator_settings_of(
+            tmp_path, environment=section, weightbus={"in_flight": in_flight}
+        )
+        found = server_flags(settings, port=1, api_key="k", seed_of="g", packages=PACKAGES)
+        assert ("enable_session_radix_cache" in found) is has
+
+
 def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"disable_radix_cache = false: .* only be switched on"):
         flags(tmp_path, "in_place", disable_radix_cache=False)
