@@ -59,12 +59,17 @@ class Measured(NamedTuple):
 
     rate: float  # tokens per second
     used: float  # share of the sequences that the engine may have at a time
+    cpu_s: float  # of the server's processes, for a thousand tokens
+
+    def __str__(self) -> str:
+        busy = f"{self.used:.1%} of the sequences in use"
+        return f"{self.rate:.0f} tokens/s, {busy}, {self.cpu_s:.3f} CPU s for 1,000 tokens"
 
 
 def measured_between(
-    calls: Sequence[Call], first_s: float, last_s: float, sequences: int
+    calls: Sequence[Call], first_s: float, last_s: float, *, sequences: int, cpu_s: float
 ) -> Measured:
-    """Return what the engine did from ``first_s`` to ``last_s``.
+    """Return what the engine did from ``first_s`` to ``last_s``, in ``cpu_s`` of its processes.
 
     A call's tokens are spread evenly over its time. ``sequences`` are all that the engine may have.
     """
@@ -75,7 +80,7 @@ def measured_between(
             busy_s += inside_s
             tokens += call.num_tokens * inside_s / (call.ended_s - call.began_s)
     seconds = last_s - first_s
-    return Measured(tokens / seconds, busy_s / seconds / sequences)
+    return Measured(tokens / seconds, busy_s / seconds / sequences, 1e3 * cpu_s / tokens)
 
 
 class Tally:

@@ -10,9 +10,10 @@ client (bare) asks SGLang the same: what it has more is the price of the generat
 As many sequences as possible are in the engine, and trajectories are begun without end, through
 the lanes of a generator's worker. Measuring begins when as many have ended as are in the engine at
 a time, lasts a fixed time, and takes tokens of unfinished replies into account. All settings take
-alternating turns; medians. The server forgets its cache before each, or the later of two would pay
-for what the earlier left there; a first measurement, which is not counted, warms it up. Each number
-of sequences is a part with a server of its own.
+alternating turns; medians. CPU seconds of the server say more than tokens per second where others
+use the cores. The server forgets its cache before each measurement, or the later of two would pay
+for what the earlier left there; a first one, which is not counted, warms it up. Each number of
+sequences is a part with a server of its own.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from benchmarks.agent_trajectories import (
 )
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
-from benchmarks.run_measurement import write_inputs
+from benchmarks.run_measurement import CpuMeter, write_inputs
 from benchmarks.sglang_server import sglang_server
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams
@@ -139,8 +140,7 @@ class Bench:
     def _one(self, process: SglangProcess, folder: Path, setting: Setting, when: str) -> Measured:
         settings = settings_of(folder, self._arguments, self._sequences, setting.latency_ms or 0)
         found = asyncio.run(self._measured(process, settings, setting, is_short=when == "warm-up"))
-        words = f"{found.rate:.0f} tokens/s, {found.used:.1%} of the sequences in use"
-        print(f"  {self._sequences} sequences, {when}, {setting.name}: {words}", flush=True)
+        print(f"  {self._sequences} sequences, {when}, {setting.name}: {found}", flush=True)
         return found
 
     async def _measured(
@@ -179,11 +179,14 @@ class Bench:
             await http.post(f"{process.url}/abort_request", json={"abort_all": True})
 
         await tally.until_ended(1 if is_short else self._sequences)
-        first_s = time.perf_counter()
+        meter = CpuMeter(process.process.pid)
+        first_s, before_s = time.perf_counter(), meter.read()
         await asyncio.sleep(1.0 if is_short else self._arguments.seconds)
-        last_s = time.perf_counter()
+        last_s, cpu_s = time.perf_counter(), meter.read() - before_s
         await tally.end(abort)
-        return measured_between(tally.calls, first_s, last_s, self._sequences)
+        return measured_between(
+            tally.calls, first_s, last_s, sequences=self._sequences, cpu_s=cpu_s
+        )
 
     async def _feed(
         self,
@@ -291,8 +294,7 @@ def main() -> int:
         with closing(Bench(arguments, sequences).measurements()) as measurements:
             medians = medians_of(list(measurements))
         for setting, one in medians.items():
-            words = f"{one.rate:.0f} tokens/s, {one.used:.1%} of the sequences in use"
-            print(f"{sequences} sequences, median, {setting.name}: {words}")
+            print(f"{sequences} sequences, median, {setting.name}: {one}")
         for ms in LATENCIES_MS:
             share = share_of_one_turn(medians, ms)
             bars.at_least(f"agents_{sequences}_{ms}_ms_vs_one_turn", share, "x", needs=NEEDS)

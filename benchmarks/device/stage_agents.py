@@ -23,7 +23,7 @@ _ON_GPU = (
     *("--hidden", "1024", "--heads", "16", "--layers", "12"),
 )
 _ON_CPU = (
-    *("--sequences", "4,8", "--seconds", "1", "--rounds", "1"),
+    *("--sequences", "8,16", "--seconds", "1", "--rounds", "1"),
     *("--shortest", "8", "--longest", "32"),
 )
 

@@ -21,8 +21,9 @@ def test_replies_have_a_long_tail_and_depend_on_the_number_alone():
 
 def test_tokens_count_by_the_part_of_their_call_within_the_window():
     calls = [Call(0.0, 4.0, 40), Call(1.0, 3.0, 6), Call(3.0, 9.0, 60), Call(9.0, 10.0, 1000)]
-    found = measured_between(calls, 2.0, 6.0, sequences=2)
+    found = measured_between(calls, 2.0, 6.0, sequences=2, cpu_s=0.053)
     assert found.rate == pytest.approx((20 + 3 + 30) / 4)
+    assert found.cpu_s == pytest.approx(1.0)
     assert found.used == pytest.approx((2 + 1 + 3) / 4 / 2)
 
 
@@ -36,7 +37,7 @@ def test_a_script_keeps_what_each_prompt_says_anew():
 def test_settings_are_compared_by_their_medians():
     rates = {ONE_TURN: (10.0, 30.0, 20.0), Setting(0): (18.0, 19.0, 30.0)}
     found = [
-        (setting, measured_between([Call(0, 1, int(rate))], 0, 1, 1))
+        (setting, measured_between([Call(0, 1, int(rate))], 0, 1, sequences=1, cpu_s=1))
         for setting, several in rates.items()
         for rate in several
     ]
