@@ -62,7 +62,7 @@ _BETWEEN_TURNS = 64  # tokens at most
 _CACHED = 4096  # tokens for each sequence
 _LOOK_S = 0.02
 _EXAMPLES = """examples:
-  python -m benchmarks.bench_agents                     all parts, an hour on two busy cores
+  python -m benchmarks.bench_agents
   python -m benchmarks.bench_agents --sequences 16
   python -m benchmarks.bench_agents --sequences 128,256 --rounds 1 --seconds 10"""
 
