@@ -35,7 +35,7 @@ DEADLINES_S = {
     "families": 90.0,
     "algorithms": 90.0,
     "kept": 120.0,
-    "agents": 420.0,
+    "agents": 180.0,
 }
 _EXAMPLE = """examples:
   python3 -u benchmarks/device/suite.py --out OUT
