@@ -252,6 +252,20 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
     assert (share.denominators.num_tokens, share.denominators.num_sequences) == (24, 4)
 
 
+def test_groups_are_divided_by_their_tokens_of_the_minibatch_or_by_those_kept():
+    chosen = algorithm(
+        preset="scalerl", correction={f"{__name__}:every_third": {}}, reduce={"denominator": "kept"}
+    )
+    given, copies = data(1), torch.tensor([1, 2, 1, 0])
+    share = prepare_part(given, Prepared(rewards=given.outcomes.rewards, copies=copies), chosen)
+    for one, tokens, kept in zip(share.microbatches, (18, 6), (4 + 2 * 4, 0), strict=True):
+        assert one.kept is not None
+        assert one.denominators.group_mean is not None
+        assert one.kept.group_mean is not None
+        assert one.denominators.group_mean.tolist() == [tokens * 2] * 2  # of two groups
+        assert one.kept.group_mean.tolist() == [kept] * 2  # of one: all of the other is rejected
+
+
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("how", ["", "-mean", "-leave-one-out"])
 def test_advantages_are_shifted_and_scaled_by_the_setting(over: str, how: str):
