@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,24 +143,34 @@ def up_to_date(
 def asked_files(tree: Path, products: Collection[str], folders: Sequence[str]) -> list[str]:
     """Return the test files that import one of some product files, or mirror its folder.
 
+    A module of tests that imports one counts like the product file.
+
     Args:
         tree: a copy of the repository.
         products: product files, by path.
         folders: where the hermetic tests are.
     """
-    modules = {
-        f"slipstream.{file.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
-        for file in products
-    }
+    imported = {_dotted(path, tree): _imported(path) for path in (tree / "tests").rglob("*.py")}
+    asked = {f"slipstream.{_dotted(tree / file, tree)}" for file in products}
+    before = 0
+    while before < len(asked):
+        before = len(asked)
+        asked |= {module for module, names in imported.items() if names & asked}
     mirrors = {tree / "tests" / "unit" / Path(file).parent for file in products}
     return [
         str(path.relative_to(tree))
         for folder in folders
         for path in sorted((tree / folder).rglob("test_*.py"))
-        if path.parent in mirrors or modules & _imported(path)
+        if path.parent in mirrors or _dotted(path, tree) in asked
     ]
 
 
+def _dotted(path: Path, tree: Path) -> str:
+    parts = path.relative_to(tree).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+@cache
 def _imported(path: Path) -> set[str]:
     """Return the dotted names that a source imports, modules or what is in them."""
     names: set[str] = set()

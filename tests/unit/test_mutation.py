@@ -144,11 +144,14 @@ def test_those_tests_are_recorded_that_stand_beside_a_product_or_import_it(tmp_p
         "tests/unit/wire/test_other.py": "from slipstream.wire import files",
         "tests/unit/test_of_a_name.py": "from slipstream.wire.files.file import f",
         "tests/property/test_of_a_module.py": "if 1:\n    from slipstream.wire.files import file",
+        "tests/support/tool.py": "import slipstream.wire.files.file",
+        "tests/unit/broker/test_with_tool.py": "from tests.support import tool",
         "tests/integration/test_of_processes.py": "import slipstream.wire.files.file",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     assert asked_files(tmp_path, {"wire/files/file.py"}, ["tests/unit", "tests/property"]) == [
+        "tests/unit/broker/test_with_tool.py",
         "tests/unit/test_of_a_name.py",
         "tests/unit/wire/files/test_beside.py",
         "tests/property/test_of_a_module.py",
