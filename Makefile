@@ -118,8 +118,8 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	$(PY) -m pytest -q -s -m 'slow and not chaos' $(PROCESS_TESTS)
 	$(MAKE) mutants MUTANTS='--sample 30'
 # Small mistakes (mutants) in product files, each run against the hermetic tests that execute its line:
-# which tests those are is recorded first (4 to 6 minutes, again after each change of the product),
-# then 60 mutants take about 5 minutes on two cores. MUTANTS='--only broker --sample 100 --seed 2'
+# which of the tests beside its file those are is recorded package by package, again after each change
+# of the product. MUTANTS='--only broker --sample 100 --seed 2'
 mutants: setup  ## how much the hermetic tests notice: 60 mutants of the product, 10 minutes
 	@test -d .cache/mutation/lib/coverage || \
 		$(PY) -m pip install $(QUIETLY) --target .cache/mutation/lib $(COVERAGE)

@@ -17,7 +17,13 @@ from torch import Tensor, where
 from typing_extensions import override
 
 from slipstream.algos.parts import NoOptions, Options, advantage
-from slipstream.algos.shaping import group_centered, group_deviations, group_extremes, group_sums
+from slipstream.algos.shaping import (
+    group_centered,
+    group_deviations,
+    group_extremes,
+    group_sums,
+    sibling_deviations,
+)
 from slipstream.algos.turns import TurnRewards
 
 
@@ -154,8 +160,9 @@ class GrpoOptions(SiblingOptions, frozen=True, kw_only=True):
     """Divide by the standard deviation; without it, this is Dr. GRPO."""
     epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
     """Added to the standard deviation."""
-    std_over: Literal["group", "batch"] = "group"
-    """Whose standard deviation: the group's, or that of all rewards of the step (Lite PPO)."""
+    std_over: Literal["group", "siblings", "batch", "advantages"] = "group"
+    """Whose standard deviation: the rewards' of the group, or of its others (NeMo-RL); of all
+    rewards of the step (Lite PPO), or of all its advantages (ScaleRL)."""
     leave_one_out: bool = False
     """Take the mean of the other siblings alone, as rloo does."""
 
@@ -166,8 +173,12 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
 
     DeepSeekMath (arXiv 2402.03300) section 4.1.2, with the unbiased standard deviation. Without
     ``divide_by_std`` it is A = r - mean(r), Dr. GRPO (arXiv 2503.20783); with the standard
-    deviation of the whole step, Lite PPO (arXiv 2508.08221). A group of equal rewards has advantage
-    0.0; one of a single trajectory has mean 0 and std 1.
+    deviation of all rewards of the step, Lite PPO (arXiv 2508.08221), and with that of all r -
+    mean(r), ScaleRL (arXiv 2510.13786). A group of equal rewards has advantage 0.0; one of a single
+    trajectory has mean 0 and std 1.
+
+    With ``std_over = "siblings"``, std is that of the other siblings, and A is not divided where
+    their rewards are equal. Together with ``leave_one_out`` it is NeMo-RL's default.
 
     With ``over = "turns"``, A_k is the same of G_k = r_k + discount * G_(k+1), over the siblings
     that have a turn k; a turn that no sibling has learns nothing.
@@ -177,9 +188,14 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
         centered = given.against_others() if options.leave_one_out else given.centered()
         if not options.divide_by_std:
             return centered
+        if options.std_over == "siblings":
+            others = sibling_deviations(given.rewards, given.groups, given.num_groups)
+            return centered / where(others > 0, others + options.epsilon, 1.0)
         deviations = given.deviations()
-        if options.std_over == "batch":
-            deviations = group_deviations(given.rewards, torch.zeros_like(given.groups), 1)
+        if options.std_over != "group":
+            compared = where(given.siblings > 1, centered, 0.0)
+            of_step = given.rewards if options.std_over == "batch" else compared
+            deviations = group_deviations(of_step, torch.zeros_like(given.groups), 1)
         return _divided(centered, deviations + options.epsilon)
 
     return _compared(formula, outcomes, options)

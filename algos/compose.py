@@ -269,12 +269,18 @@ class Algorithm:
             results.append(result)
         return combined(results, packing)
 
-    def denominators(self, num_tokens: float, num_sequences: float) -> Denominators:
-        """Return the divisors of a minibatch of these numbers of tokens and sequences."""
+    def denominators(
+        self, num_tokens: float, num_sequences: float, group_mean: Tensor | None = None
+    ) -> Denominators:
+        """Return the divisors of a minibatch of these numbers of tokens and sequences.
+
+        ``group_mean`` [N] is that of ``group_divisors``, for group-mean-token-mean alone.
+        """
         return Denominators(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             length=self.choice.reduce.length or float(self._max_response_tokens),
+            group_mean=group_mean,
         )
 
     def loss(

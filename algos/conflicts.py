@@ -28,7 +28,8 @@ class _Settings:
         self.has_kl_reward = choice.has_kl and choice.kl.place == "reward"
         gae = options if isinstance(options, returns.GaeOptions) else None
         self.is_adaptive = gae is not None and gae.length_adaptive
-        self.is_gae_over_turns = gae is not None and gae.over == "turns"
+        self.is_bi_level = gae is not None and gae.over == "both"
+        self.is_gae_over_turns = gae is not None and gae.over != "tokens"
 
 
 _Rules: TypeAlias = dict[str, Callable[[_Settings], bool]]
@@ -57,8 +58,10 @@ _CONTRADICTIONS: _Rules = {
     'whole trajectories: algo.kl.place = "loss"': lambda s: (
         "turn_rewards" in s.needs and "tokens" not in s.needs and s.has_kl_reward
     ),
-    'algo.advantage.over = "turns" takes a turn for one action, and length_adaptive takes '
-    "lambda from the number of tokens": lambda s: s.is_gae_over_turns and s.is_adaptive,
+    "algo.advantage.over counts the steps of turns, and length_adaptive takes lambda from the "
+    "number of tokens": lambda s: s.is_gae_over_turns and s.is_adaptive,
+    'algo.advantage.over = "both" knows rewards at ends of turns, and a KL in the reward is of all '
+    'tokens: algo.kl.place = "loss"': lambda s: s.is_bi_level and s.has_kl_reward,
     "algo.advantage = 'gdpo' needs algo.advantage.weights: the parts of the reward that are "
     "learned from, by name, and their weights": lambda s: (
         isinstance(s.options, advantages.GdpoOptions) and not s.options.weights
@@ -114,8 +117,8 @@ _WITHOUT_EFFECT: _Rules = {
         and "discount" in s.named
         and s.options.over != "turns"
     ),
-    'algo.advantage.discount_by has no effect with algo.advantage.over = "turns", which '
-    "discounts by turn": lambda s: "discount_by" in s.named and s.is_gae_over_turns,
+    "algo.advantage.discount_by has no effect with algo.advantage.over, which discounts by "
+    "turn": lambda s: "discount_by" in s.named and s.is_gae_over_turns,
     "algo.advantage.discount_by has no effect as long as algo.advantage.discount is 1": lambda s: (
         isinstance(s.options, returns.TimeOptions)
         and "discount_by" in s.named

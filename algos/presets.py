@@ -69,6 +69,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "reduce": {"name": "sequence-mean-token-mean"},
         },
         "cispo": {"advantage": _GRPO, "surrogate": {"name": "cispo"}, "anchor": "behavior"},
+        "scalerl": {
+            "advantage": {"name": "grpo", "std_over": "advantages"},
+            "surrogate": {"name": "cispo"},
+            "anchor": "behavior",
+            "reduce": {"name": "group-mean-token-mean"},
+            "data": {"zero_variance": "mask"},
+        },
         "rloo": {
             "advantage": {"name": "rloo"},
             "surrogate": {"name": "policy-gradient"},

@@ -151,8 +151,9 @@ def _returns(outcomes: TokenOutcomes, options: TimeOptions) -> TokenAdvantages:
 class GaeOptions(DiscountOptions, frozen=True, kw_only=True):
     """Settings of gae."""
 
-    over: Literal["tokens", "turns"] = "tokens"
-    """Temporal differences of tokens; or of turns, each a single action, discounted by turn."""
+    over: Literal["tokens", "turns", "both"] = "tokens"
+    """Temporal differences of tokens; of turns, each a single action, discounted by turn; or of
+    turns, then of the tokens of each toward what its turn is worth (bi-level)."""
     decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     """Weight of later temporal differences (lambda): 0 trusts the critic, 1 the rewards."""
     critic_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -161,6 +162,11 @@ class GaeOptions(DiscountOptions, frozen=True, kw_only=True):
     """Take lambda = max(0, 1 - 1 / (length_alpha * length)) for each sequence, not decay."""
     length_alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.05
     """How slowly lambda falls as sequences get shorter."""
+
+    @property
+    def decays(self) -> tuple[float, float]:
+        """Lambda of the advantages, and of the critic's targets."""
+        return self.decay, self.decay if self.critic_decay is None else self.critic_decay
 
 
 @advantage("gae", GaeOptions, needs=("tokens", "values"))
@@ -176,6 +182,10 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     r is the sum over a turn, V that of the state in which its first token is chosen, and all
     tokens of a turn have its A and its R.
 
+    With ``over = "both"`` (VAGEN, arXiv 2510.16907) the same of turns, with the values at their
+    last tokens, gives what each turn is worth: R_k = A_k + V_k. It is the reward of the turn's last
+    token in GAE over its tokens, which are not discounted.
+
     Raises:
         ValueError: there are no values.
     """
@@ -184,8 +194,9 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     packing = outcomes.packing
     values = _masked(outcomes.values, packing)
     rewards = _masked(outcomes.rewards, packing)
-    if options.over == "turns":
-        return _gae_over_turns(rewards, values, packing, options)
+    if options.over != "tokens":
+        over_turns = _gae_over_turns if options.over == "turns" else _bi_level_gae
+        return over_turns(rewards, values, packing, options)
     factors = options.factors(packing, rewards)
     differences = rewards + factors * _next_chosen(values, packing) - values
 
@@ -206,17 +217,11 @@ def _gae_over_turns(
     """Return GAE in which a turn is one step. Shapes [T], 0.0 outside the mask."""
     starts, turns = packing.starts_turn, packing.turns
     firsts = values[starts]  # [number of turns], as all below
-    of_trajectory = packing.sequence[starts]
-    goes_on = (pad(of_trajectory, (0, 1), value=-1)[1:] == of_trajectory).to(values.dtype)
     earned = turns.sums(rewards)[: len(firsts)]
-    following = goes_on * pad(firsts, (0, 1))[1:]
-    differences = earned + options.discount * following - firsts
-    decays = (
-        options.decay,
-        options.decay if options.critic_decay is None else options.critic_decay,
-    )
+    of_trajectory = packing.sequence[starts]
     advantages, targets = (
-        scan_backward(differences, goes_on * options.discount * decay) for decay in decays
+        _gae_of_turns(earned, firsts, of_trajectory, options.discount, decay)
+        for decay in options.decays
     )
 
     def at_tokens(per_turn: Tensor) -> Tensor:
@@ -224,6 +229,36 @@ def _gae_over_turns(
         return where(packing.mask, per_token, 0.0)
 
     return TokenAdvantages(advantages=at_tokens(advantages), returns=at_tokens(targets + firsts))
+
+
+def _bi_level_gae(
+    rewards: Tensor, values: Tensor, packing: Packing, options: GaeOptions
+) -> TokenAdvantages:
+    """Return GAE over turns, and within each over its tokens. Shapes [T], 0.0 outside the mask."""
+    ends, turns = packing.ends_turn, packing.turns
+    lasts, of_trajectory = values[ends], packing.sequence[ends]
+
+    def toward_worth(decay: float) -> Tensor:
+        worth = rewards.clone()
+        worth[ends] = lasts + _gae_of_turns(
+            rewards[ends], lasts, of_trajectory, options.discount, decay
+        )
+        differences = worth + _next_chosen(values, turns) - values
+        return _discounted_sums(differences, turns, torch.full_like(values, decay))
+
+    advantages, targets = (toward_worth(decay) for decay in options.decays)
+    return TokenAdvantages(
+        advantages=advantages, returns=where(packing.mask, targets + values, 0.0)
+    )
+
+
+def _gae_of_turns(
+    earned: Tensor, values: Tensor, of_trajectory: Tensor, discount: float, decay: float
+) -> Tensor:
+    """Return A_k = d_k + discount * decay * A_(k+1) of the turns of trajectories. All [K]."""
+    goes_on = (pad(of_trajectory, (0, 1), value=-1)[1:] == of_trajectory).to(values.dtype)
+    differences = earned + discount * goes_on * pad(values, (0, 1))[1:] - values
+    return scan_backward(differences, goes_on * discount * decay)
 
 
 class OptimalTokenBaselineOptions(DiscountOptions, frozen=True, kw_only=True):

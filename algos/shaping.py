@@ -14,6 +14,7 @@ Over = Literal["batch", "group"]
 Strategy = Literal["pow", "max-min", "max-random"]
 
 _LEAST_WEIGHT = 1e-8  # a trajectory's in resampling: a batch of zeros is drawn from evenly
+_ROUNDING = 1e-12  # share of a group's sum of squares below which a part of it is no spread
 
 
 def scaled(rewards: Tensor, *, scale: float, bias: float, clip: float | None) -> Tensor:
@@ -148,3 +149,17 @@ def group_deviations(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor
     counts = group_sums(torch.ones_like(squares), groups, num_groups)
     variances = group_sums(squares, groups, num_groups) / (counts - 1).clamp(min=1)
     return where(counts > 1, variances.sqrt(), 1.0)
+
+
+def sibling_deviations(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """Return the unbiased standard deviation of each trajectory's siblings. [N] -> [N] float64.
+
+    It is 0.0 where they are equal, and where there are fewer than two. Their sum of squares about
+    their mean is that of the group about its mean, less n / (n - 1) of the trajectory's square.
+    """
+    squares = group_centered(rewards, groups, num_groups).square()
+    counts = group_sums(torch.ones_like(squares), groups, num_groups)
+    total = group_sums(squares, groups, num_groups)
+    of_siblings = total - squares * counts / (counts - 1).clamp(min=1)
+    of_siblings = where((of_siblings > _ROUNDING * total) & (counts > 2), of_siblings, 0.0)
+    return (of_siblings / (counts - 2).clamp(min=1)).sqrt()

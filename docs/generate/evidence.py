@@ -73,9 +73,11 @@ OF_TURNS = (
     "rewards = turns",
     "discount_by = turn",
     "gae: over = turns",
+    "gae: over = both",
     "grpo: over = turns",
     "rloo: over = turns",
 )
+DEVIATIONS = ("std_over = siblings", "std_over = batch", "std_over = advantages")
 OFF = frozenset({"", "none", "keep"})  # choices that do nothing
 NOT_FORMULAS = frozenset(
     {
@@ -169,7 +171,7 @@ def known() -> list[str]:
     names += _settings(AlgoSection, "", only={"anchor", "whiten", "entropy_bonus"})
     for table, options in TABLES.items():
         names += _settings(options, f"{table}.")
-    names += ["gae: length_adaptive", "gae: critic_decay", *OF_TURNS]
+    names += ["gae: length_adaptive", "gae: critic_decay", *OF_TURNS, *DEVIATIONS]
     return [*names, *FROM_LOGITS, *figures()]
 
 

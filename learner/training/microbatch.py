@@ -38,7 +38,7 @@ class Microbatch(LossInputs):
         """Return the facts from trajectories' headers about their microbatch.
 
         ``copies`` is [N] of the whole step, None if every trajectory is trained once. The age of
-        tokens is relative to ``step``.
+        tokens is relative to ``step``. ``denominators`` are of the minibatch.
         """
         index = torch.tensor(list(indices), dtype=torch.int64)
         return cls(
@@ -46,7 +46,7 @@ class Microbatch(LossInputs):
             behavior=batch.behavior_logprobs,
             advantages=torch.empty(0),  # not computed yet: no loss takes it
             packing=Packing.of(batch.loss_mask, batch.cu_trajectories),
-            denominators=denominators,
+            denominators=denominators.of(index),
             indices=index,
             copies=None if copies is None else copies[index].to(batch.loss_mask.device),
             lags=None if batch.version_steps is None else step - batch.version_steps,

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.algos.advantages import Outcomes
 from slipstream.algos.compose import Algorithm, Prepared, RightAnswers
 from slipstream.algos.corrections import Correction
-from slipstream.algos.reduce import Denominators
+from slipstream.algos.reduce import Denominators, group_divisors
 from slipstream.algos.surrogates import WholeMinibatch
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.batches.plan import MinibatchPlan
@@ -92,10 +92,11 @@ def prepare(
         share = minibatch.microbatches
         _mark_right_answers(share, plan.members, data.outcomes, shaped, algorithm)
         if algorithm.corrects_before and trains_policy:
-            kept = algorithm.denominators(*_correct(policy, share, algorithm))
+            tokens = _correct(policy, share, algorithm, like=shaped.rewards)
             if algorithm.choice.reduce.denominator == "kept":
+                kept = _denominators(tokens, shaped.copies, data.outcomes, algorithm)
                 for microbatch in share:
-                    microbatch.kept = kept
+                    microbatch.kept = kept.of(microbatch.indices)
         if algorithm.shows_minibatch and trains_policy:
             whole = _whole(policy.replicas.gathered, share)
             for microbatch in share:
@@ -119,10 +120,9 @@ def _begun(
     for number, (of_minibatch, plan) in enumerate(zip(batches, plans, strict=True)):
         for batch in of_minibatch:
             batch.chosen_before.clear()
-        lengths, times = data.outcomes.lengths[plan.members], shaped.copies[plan.members]
-        denominators = algorithm.denominators(
-            float((lengths * times).sum()), float(((lengths > 0) * times).sum())
-        )
+        tokens = torch.zeros_like(data.outcomes.lengths)
+        tokens[plan.members] = data.outcomes.lengths[plan.members]
+        denominators = _denominators(tokens, shaped.copies, data.outcomes, algorithm)
         mine = plan.microbatches[policy.replicas.rank]
         minibatches.append(
             PreparedMinibatch(
@@ -137,6 +137,17 @@ def _begun(
             )
         )
     return minibatches
+
+
+def _denominators(
+    tokens: Tensor, copies: Tensor, outcomes: Outcomes, algorithm: Algorithm
+) -> Denominators:
+    """Return the divisors of a minibatch from the tokens [N] that each trajectory has in it."""
+    counted, group_mean = tokens * copies, None
+    if algorithm.choice.reduce.name == "group-mean-token-mean":
+        group_mean = group_divisors(counted, outcomes.groups, outcomes.num_groups)
+    num_sequences = float(((tokens > 0) * copies).sum())
+    return algorithm.denominators(float(counted.sum()), num_sequences, group_mean)
 
 
 def _run_forward_passes(
@@ -190,9 +201,12 @@ def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) ->
 
 
 def _correct(
-    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm
-) -> tuple[float, float]:
-    """Correct a whole minibatch at once; return the numbers of tokens and sequences kept."""
+    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm, *, like: Tensor
+) -> Tensor:
+    """Correct a whole minibatch at once; return each trajectory's number of kept tokens.
+
+    ``like`` [N] float64 is of the step's trajectories, as is the result.
+    """
     sizes = [len(microbatch.packing.mask) for microbatch in share]
     packing = joined(share, [microbatch.trained for microbatch in share])
     lags = [microbatch.lags for microbatch in share if microbatch.lags is not None]
@@ -211,7 +225,7 @@ def _correct(
     weights, keep = torch.split(correction.weights, sizes), torch.split(correction.keep, sizes)
     moved = None if correction.proximal is None else torch.split(correction.proximal, sizes)
     penalties = None if correction.penalty is None else torch.split(correction.penalty, sizes)
-    kept = torch.zeros(2, dtype=torch.float64, device=packing.mask.device)
+    kept = torch.zeros_like(like)
     for i, microbatch in enumerate(share):
         microbatch.correction = Correction(
             weights=weights[i],
@@ -219,10 +233,5 @@ def _correct(
             proximal=None if moved is None else moved[i],
             penalty=None if penalties is None else penalties[i],
         )
-        tokens = microbatch.packing.sums(keep[i].double())
-        copies = (
-            torch.ones_like(tokens) if microbatch.copies is None else microbatch.copies.double()
-        )
-        kept += torch.stack([(tokens * copies).sum(), ((tokens > 0) * copies).sum()])
-    num_tokens, num_sequences = policy.replicas.summed(kept).tolist()
-    return num_tokens, num_sequences
+        kept[microbatch.indices] = microbatch.packing.sums(keep[i].double()).to(kept)
+    return policy.replicas.summed(kept)

@@ -1,8 +1,9 @@
 """How much the hermetic tests notice: ``make mutants``, or ``python -m tests.mutation``.
 
 Draws small mistakes (mutants) in product files and runs each against the hermetic tests that
-execute the mutated line. What those tests execute is recorded once, in minutes, and kept under
-.cache/mutation; a mutant takes seconds, one that survives up to some minutes.
+execute the mutated line, package by package. What the tests beside the mutated files execute is
+recorded before a package's first mutant, and kept under .cache/mutation; a mutant takes seconds,
+one that survives up to some minutes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tests.mutation.equivalent import judged
 from tests.mutation.mutants import PACKAGES, Mutant, drawn, mutants_of
-from tests.mutation.record import up_to_date
+from tests.mutation.record import asked_files, hermetic, up_to_date
 from tests.mutation.run import Outcome, Runner, Verdict
 from tests.mutation.trees import copied_tree
 
@@ -58,10 +59,6 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(trees: list[Path], options: argparse.Namespace) -> list[Outcome]:
     for tree in trees:
         copied_tree(ROOT, tree)
-    _show("recording what tests execute where files have changed; minutes")
-    record, failed = up_to_date(ROOT, trees[0], ROOT / ".cache/mutation/reached.json")
-    for name in failed:
-        _show(f"fails without a mutant, so it is not used: {name}")
     outcomes: list[Outcome] = []
     to_run: list[Mutant] = []
     known = judged()
@@ -70,6 +67,24 @@ def _run(trees: list[Path], options: argparse.Namespace) -> list[Outcome]:
             outcomes.append(Outcome(mutant, Verdict.EQUIVALENT))
         else:
             to_run.append(mutant)
+    for package in PACKAGES:
+        of_package = [one for one in to_run if one.file.startswith(f"{package}/")]
+        if of_package:
+            outcomes += _run_package(package, of_package, trees, options)
+    return outcomes
+
+
+def _run_package(
+    package: str, mutants: list[Mutant], trees: list[Path], options: argparse.Namespace
+) -> list[Outcome]:
+    began_s = time.monotonic()
+    wanted = asked_files(trees[0], {one.file for one in mutants}, hermetic(ROOT)[1])
+    _show(f"{package}: recording what {len(wanted)} test files execute, where files have changed")
+    record, failed = up_to_date(ROOT, trees[0], ROOT / ".cache/mutation/reached.json", wanted)
+    for name in failed:
+        _show(f"fails without a mutant, so it is not used: {name}")
+    _show(f"{package}: recorded in {time.monotonic() - began_s:.0f} s; {len(mutants)} mutants")
+    outcomes: list[Outcome] = []
 
     def note(outcome: Outcome) -> None:
         outcomes.append(outcome)
@@ -79,8 +94,9 @@ def _run(trees: list[Path], options: argparse.Namespace) -> list[Outcome]:
             _show(f"{outcome.verdict}: {place} {outcome.remark}".rstrip())
 
     runner = Runner(record, ROOT, trees, options.seconds)
-    runner.check(list({one.file.split("/")[0]: one for one in to_run}.values()))
-    runner.run(to_run, note)
+    runner.check(mutants[:1])
+    runner.run(mutants, note)
+    _show(f"{package}: done in {time.monotonic() - began_s:.0f} s")
     return outcomes
 
 

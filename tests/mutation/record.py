@@ -4,6 +4,7 @@ Where only tests changed since, those alone are recorded again. This is a plugin
 loaded with ``-p tests.mutation.record --record-to FOLDER``, alone or in every process of xdist.
 """
 
+import ast
 import hashlib
 import json
 import re
@@ -12,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,38 +101,85 @@ def _names(mutant: Mutant) -> list[str]:
 # ---- recording ---------------------------------------------------------------
 
 
-def up_to_date(root: Path, tree: Path, cache: Path) -> tuple[Record, list[str]]:
-    """Record what the record lacks; return it, and the tests that failed, which it leaves out.
+def up_to_date(
+    root: Path, tree: Path, cache: Path, wanted: Collection[str]
+) -> tuple[Record, list[str]]:
+    """Record what the record lacks of some test files; return it, and the tests that failed.
+
+    What failed is left out of the record.
 
     Args:
         root: the repository, whose ``.cache`` holds coverage.
         tree: a copy of its files, in which tests run.
         cache: file of the record.
+        wanted: test files, by path.
     """
-    kept = json.loads(cache.read_text()) if cache.exists() else {"digests": {}, "tests": {}}
-    now, before = digests(tree), kept["digests"]
+    kept = json.loads(cache.read_text()) if cache.exists() else {}
+    now, before = digests(tree), kept.get("digests", {})
     changed = {name for name in {*now, *before} if now.get(name) != before.get(name)}
+    recorded = set(kept.get("files", ())) - changed
     if not all(map(_is_test_file, changed)):
-        kept["tests"], changed = {}, set(now)
-    tests = {n: one for n, one in kept["tests"].items() if n.partition("::")[0] not in changed}
-    markers, folders = hermetic(root)
-    files = sorted(
-        name
-        for name in changed & now.keys()
-        if _is_test_file(name) and name.startswith(tuple(f"{folder}/" for folder in folders))
-    )
+        recorded = set()
+    tests = {
+        name: one
+        for name, one in kept.get("tests", {}).items()
+        if name.partition("::")[0] in recorded
+    }
+    missing = sorted(set(wanted) - recorded)
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        if files:
-            _run_recorded(files, markers, root, tree, folder)
+        if missing:
+            _run_recorded(missing, hermetic(root)[0], root, tree, folder)
         for part in Path(folder).iterdir():
             written = json.loads(part.read_text())
             tests |= written["tests"]
             failed += written["failed"]
-    if changed:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(json.dumps({"digests": now, "tests": tests}))
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    files = sorted({*recorded, *missing})
+    cache.write_text(json.dumps({"digests": now, "files": files, "tests": tests}))
     return Record(now, {name: Reached(*one) for name, one in tests.items()}), sorted(failed)
+
+
+def asked_files(tree: Path, products: Collection[str], folders: Sequence[str]) -> list[str]:
+    """Return the test files that import one of some product files, or mirror its folder.
+
+    A module of tests that imports one counts like the product file.
+
+    Args:
+        tree: a copy of the repository.
+        products: product files, by path.
+        folders: where the hermetic tests are.
+    """
+    imported = {_dotted(path, tree): _imported(path) for path in (tree / "tests").rglob("*.py")}
+    asked = {f"slipstream.{_dotted(tree / file, tree)}" for file in products}
+    before = 0
+    while before < len(asked):
+        before = len(asked)
+        asked |= {module for module, names in imported.items() if names & asked}
+    mirrors = {tree / "tests" / "unit" / Path(file).parent for file in products}
+    return [
+        str(path.relative_to(tree))
+        for folder in folders
+        for path in sorted((tree / folder).rglob("test_*.py"))
+        if path.parent in mirrors or _dotted(path, tree) in asked
+    ]
+
+
+def _dotted(path: Path, tree: Path) -> str:
+    parts = path.relative_to(tree).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+@cache
+def _imported(path: Path) -> set[str]:
+    """Return the dotted names that a source imports, modules or what is in them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def hermetic(root: Path) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ import pytest
 from tests.mutation.__main__ import killed_share, main, table
 from tests.mutation.equivalent import judged
 from tests.mutation.mutants import Mutant, drawn, mutants_of
-from tests.mutation.record import Reached, Record, hermetic
+from tests.mutation.record import Reached, Record, asked_files, hermetic
 from tests.mutation.run import Outcome, Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,26 @@ def test_a_mutant_is_run_against_the_tests_that_reach_it_the_cheapest_first(tmp_
     assert found["5 -> 6"] == ["default", "short[1]", "long", "short[2]"]  # callers of f
     # Of a constant, what uses its name in the product or in a test.
     assert found["3 -> 4"] == ["name", "default", "short[1]", "long", "short[2]"]
+
+
+def test_those_tests_are_recorded_that_stand_beside_a_product_or_import_it(tmp_path: Path):
+    for name, text in {
+        "tests/unit/wire/files/test_beside.py": "",
+        "tests/unit/wire/test_other.py": "from slipstream.wire import files",
+        "tests/unit/test_of_a_name.py": "from slipstream.wire.files.file import f",
+        "tests/property/test_of_a_module.py": "if 1:\n    from slipstream.wire.files import file",
+        "tests/support/tool.py": "import slipstream.wire.files.file",
+        "tests/unit/broker/test_with_tool.py": "from tests.support import tool",
+        "tests/integration/test_of_processes.py": "import slipstream.wire.files.file",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    assert asked_files(tmp_path, {"wire/files/file.py"}, ["tests/unit", "tests/property"]) == [
+        "tests/unit/broker/test_with_tool.py",
+        "tests/unit/test_of_a_name.py",
+        "tests/unit/wire/files/test_beside.py",
+        "tests/property/test_of_a_module.py",
+    ]
 
 
 def test_the_hermetic_tests_are_those_of_the_makefile():

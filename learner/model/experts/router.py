@@ -12,10 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.experts.expert_choices import ExpertChoices
-from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of
+from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of, weights_of
 from slipstream.wire.models.hf_config import HfConfig
-
-_SMALLEST_SUM = 1e-20  # least sum of weights, as a divisor
 
 
 class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
@@ -54,10 +52,9 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
             if self.choices is not None:
                 sparse = sum(map(self._hf.is_sparse, range(self.layer_number - 1)))  # earlier
                 chosen = self.choices.decided(sparse, chosen)
-        weights = scores.gather(-1, chosen)
-        if self._hf.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
-        weights = weights * self._hf.routed_scaling_factor
+        weights = weights_of(
+            scores, chosen, is_share=self._hf.norm_topk_prob, factor=self._hf.routed_scaling_factor
+        )
         everywhere = torch.zeros_like(scores).scatter(-1, chosen, weights)
         return everywhere, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from slipstream.wire.models.families.tables import RouterTraits
 
+_SMALLEST_SUM = 1e-20  # least sum of weights, as a divisor
+
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
     """Return the scores of experts, [T, E] float32, from the router's logits, [T, E]."""
@@ -46,3 +48,18 @@ def chosen_experts(
         taken.scatter_(-1, of_groups.topk(taken_groups, dim=-1).indices, True)
         scores = by_group.masked_fill(~taken[..., None], float("-inf")).flatten(-2)
     return scores.topk(count, dim=-1).indices
+
+
+def weights_of(scores: Tensor, chosen: Tensor, *, is_share: bool, factor: float) -> Tensor:
+    """Return the weights of chosen experts, [T, k].
+
+    Args:
+        scores: [T, E].
+        chosen: [T, k] int64.
+        is_share: divide scores by their sum over a token's chosen experts.
+        factor: multiplies all weights.
+    """
+    weights = scores.gather(-1, chosen)
+    if is_share:
+        weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+    return weights * factor

@@ -212,7 +212,7 @@ def several(rewards: list[list[float]], **parts: list[list[float]]) -> Outcomes:
     )
 
 
-@proves(grpo, against=DEFINITION)
+@proves(grpo, "std_over = batch", against=DEFINITION)
 def test_the_deviation_may_be_that_of_the_batch():
     groups = [[1.0, 0.0, 0.5], [4.0, 2.0], [7.0]]
     flat = [r for group in groups for r in group]
@@ -223,6 +223,53 @@ def test_the_deviation_may_be_that_of_the_batch():
     ]
     found = grpo(several(groups), GrpoOptions(std_over="batch", epsilon=1e-3))
     assert found.tolist() == pytest.approx(expected)
+
+
+@proves(grpo, "std_over = advantages", against=DEFINITION)
+def test_the_deviation_may_be_that_of_all_advantages_of_the_batch():
+    groups = [[1.0, 0.0, 0.5], [4.0, 2.0], [7.0, 7.0]]
+    centered = [r - np.mean(group) for group in groups for r in group]
+    expected = [a / (np.std(centered, ddof=1) + 1e-3) for a in centered]
+    found = grpo(several(groups), GrpoOptions(std_over="advantages", epsilon=1e-3))
+    assert found.tolist() == pytest.approx(expected)
+
+
+def leave_one_out(rewards: list[float]) -> list[float]:
+    """NeMo-RL's advantages of one prompt: baseline and deviation are of the other answers."""
+    found = []
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        mean = math.fsum(others) / len(others)
+        squares = math.fsum((r - mean) ** 2 for r in others)
+        std = math.sqrt(squares / (len(others) - 1)) if len(set(others)) > 1 else 0.0
+        found.append((reward - mean) / (std + 1e-6) if std > 0 else reward - mean)
+    return found
+
+
+@proves(grpo, "std_over = siblings", against=DEFINITION)
+@given(
+    groups=st.lists(
+        st.lists(st.sampled_from([0.0, 0.35, 1.0, -0.5, 2.25, 1e-3]), min_size=2),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(deadline=None, max_examples=60)
+def test_baseline_and_deviation_may_be_those_of_the_other_siblings(groups: list[list[float]]):
+    options = GrpoOptions(std_over="siblings", leave_one_out=True)
+    expected = [a for rewards in groups for a in leave_one_out(rewards)]
+    np.testing.assert_allclose(grpo(several(groups), options), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_an_advantage_is_not_divided_where_the_other_siblings_are_equal():
+    options = GrpoOptions(std_over="siblings", leave_one_out=True)
+    for reward in (0.35, 1e6 / 3):  # a rounded deviation of equal rewards would divide
+        found = grpo(outcomes([reward] * 7 + [0.0]), options).tolist()
+        assert found[-1] == pytest.approx(-reward)
+        # the others: six of the reward and the 0 have mean 6/7 and variance 1/7 of its square
+        assert found[:7] == pytest.approx([reward / 7 / (reward / math.sqrt(7) + 1e-6)] * 7)
+    assert grpo(outcomes([1.0, 0.0]), options).tolist() == [1.0, -1.0]
+    assert grpo(outcomes([2.0, 2.0, 2.0]), options).tolist() == [0.0] * 3
 
 
 @proves(maxrl, against=DEFINITION)

@@ -17,6 +17,7 @@ from slipstream.algos.config import choice_of
 from slipstream.algos.diagnostics import add_sums, figures_of
 from slipstream.algos.packing import Packing
 from slipstream.algos.presets import PRESETS
+from slipstream.algos.reduce import group_divisors
 from slipstream.algos.section import AlgoSection
 from tests.support.golden import AREAL, MASKS, VERL, golden, layout
 from tests.unit.algos.microbatch import microbatch_loss
@@ -38,6 +39,7 @@ SURROGATES = (
 )
 RULES = (
     "token-mean",
+    "group-mean-token-mean",
     "sequence-mean-token-mean",
     "sequence-mean-token-sum",
     "sequence-mean-token-sum-norm",
@@ -85,12 +87,15 @@ def losses(chosen: Algorithm, parts: list[range]) -> tuple[Tensor, Tensor, dict[
     whole = cut(range(5))
     tokens = whole["packing"].counts * whole["copies"]
     denominators = chosen.denominators(
-        float(tokens.sum()), float(((whole["packing"].counts > 0) * whole["copies"]).sum())
+        float(tokens.sum()),
+        float(((whole["packing"].counts > 0) * whole["copies"]).sum()),
+        group_divisors(tokens, torch.tensor([0, 1, 0, 1, 1]), 2),
     )
     total, gradients, sums = torch.zeros((), dtype=torch.float64), [], {}
     for part in parts:
         given = cut(part)
-        loss, more = microbatch_loss(chosen, **given, denominators=denominators, num_lags=3)
+        mine = denominators.of(torch.arange(part.start, part.stop))
+        loss, more = microbatch_loss(chosen, **given, denominators=mine, num_lags=3)
         leaves = [given[name] for name in ("current", "entropy", "full_kl")]
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         gradients.append(

@@ -175,12 +175,15 @@ def test_denominator_decides_if_rejected_tokens_count_in_sequence_means(
 @pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_a_sequence_that_was_not_drawn_adds_nothing_whatever_it_holds(rule: Rule, garbage: float):
-    denominators = Denominators(num_tokens=2.0, num_sequences=2.0, length=4.0)
+    both = Denominators(
+        num_tokens=2.0, num_sequences=2.0, length=4.0, group_mean=torch.tensor([0.0, 2.0])
+    )
     per_token = torch.tensor([garbage, 1.0, -0.5], dtype=torch.float64, requires_grad=True)
-    drawn = reduced(per_token, SEQUENCES, denominators, rule, torch.tensor([0, 2]))
+    drawn = reduced(per_token, SEQUENCES, both, rule, torch.tensor([0, 2]))
     alone = torch.tensor([-0.5], dtype=torch.float64)
     single = Packing.of(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1]))
-    assert drawn.item() == pytest.approx(2 * reduced(alone, single, denominators, rule).item())
+    of_one = reduced(alone, single, both.of(torch.tensor([1])), rule)
+    assert drawn.item() == pytest.approx(2 * of_one.item())
     (gradient,) = torch.autograd.grad(drawn, per_token)
     assert gradient[:2].tolist() == [0.0, 0.0]
     assert gradient[2] > 0

@@ -119,8 +119,12 @@ REFUSED: dict[str, dict[str, Any]] = {
         "advantage": {"name": "rloo", "over": "turns"},
         "kl": {"coefficient": 0.1, "place": "reward"},
     },
-    r"algo.advantage.over = \"turns\" takes a turn for one action": {
-        "advantage": {"name": "gae", "over": "turns", "length_adaptive": True}
+    r"algo.advantage.over counts the steps of turns, and length_adaptive": {
+        "advantage": {"name": "gae", "over": "both", "length_adaptive": True}
+    },
+    r"algo.advantage.over = .both. knows rewards at ends of turns, and a KL in the reward": {
+        "advantage": {"name": "gae", "over": "both"},
+        "kl": {"coefficient": 0.1, "name": "k1", "place": "reward"},
     },
     r"algo.advantage.discount has no effect without algo.advantage.over": {
         "advantage": {"name": "grpo", "discount": 0.9}

@@ -3,6 +3,7 @@
 How the rows are split over ranks is tests/integration/test_linear_logprobs_ranks.py.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -232,6 +233,57 @@ def test_a_token_that_was_the_only_one_kept_is_certain_and_has_no_gradient():
         assert torch.equal(part, torch.zeros(T, dtype=torch.float64))
     for gradient in alone.gradients(alone.mixed(result)):
         assert gradient.abs().max() < 1e-14
+
+
+def published_sampler(name: str, probabilities: list[float], limit: float) -> dict[int, float]:
+    """Return the distribution that a truncated sampler draws from, by token.
+
+    Nucleus sampling (arXiv 1904.09751): the smallest set of the likeliest tokens that has at least
+    the limit; min-p (arXiv 2407.01082): tokens of at least the limit times the likeliest one's;
+    top-k: the k likeliest. Each is divided by what its tokens have together.
+    """
+    falling = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    kept = []
+    for token in falling:
+        before = sum(probabilities[other] for other in kept)
+        is_in = {
+            "top-p": before < limit,
+            "min-p": probabilities[token] >= limit * probabilities[falling[0]],
+            "top-k": len(kept) < limit,
+        }[name]
+        if is_in:
+            kept.append(token)
+    total = sum(probabilities[token] for token in kept)
+    return {token: probabilities[token] / total for token in kept}
+
+
+@proves("log-probabilities", "entropy", against=DEFINITION, what="truncated")
+@pytest.mark.parametrize(("name", "limit"), [("top-p", 0.7), ("min-p", 0.3), ("top-k", 4)])
+def test_kept_tokens_have_the_distribution_of_the_published_sampler(name: str, limit: float):
+    one = replace(case(kl=False), barred=None)
+    assert one.temperature is not None
+    logits = (one.hidden @ one.weight.T).detach()[:, :REAL]
+    ids, rows, targets, logprobs, entropies, slopes = [], [], [], [], [], []
+    for row, temperature in zip(logits.tolist(), one.temperature.tolist(), strict=True):
+        powers = [math.exp(x / temperature) for x in row]
+        drawn = published_sampler(name, [x / sum(powers) for x in powers], limit)
+        target = max(drawn) if len(drawn) > 1 else next(iter(drawn))
+        rows += [len(targets)] * len(drawn)
+        ids += drawn
+        targets.append(target)
+        logprobs.append(math.log(drawn[target]))
+        entropies.append(-sum(p * math.log(p) for p in drawn.values()))
+        by_logit = torch.zeros(V, dtype=torch.float64)  # of the log-probability
+        for token, p in drawn.items():
+            by_logit[token] = ((token == target) - p) / temperature
+        slopes.append(by_logit)
+    assert 1 < len(ids) / len(targets) < REAL / 2
+    kept = Kept(torch.ones(T, dtype=torch.bool), torch.tensor(rows), torch.tensor(ids))
+    found = replace(one, kept=kept, target=torch.tensor(targets)).ours()
+    assert found.logprobs.tolist() == pytest.approx(logprobs)
+    assert found.entropy.tolist() == pytest.approx(entropies)
+    (by_hidden,) = torch.autograd.grad(found.logprobs.sum(), one.hidden)
+    torch.testing.assert_close(by_hidden, torch.stack(slopes) @ one.weight.detach())
 
 
 def test_kept_tokens_are_told_of_the_position_before():

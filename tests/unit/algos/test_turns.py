@@ -3,7 +3,7 @@
 In every case a turn is a run of chosen tokens, with context before it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -269,6 +269,49 @@ def test_gae_over_turns_takes_a_turn_for_one_action(
     assert found.returns is not None
     targets = decay if critic_decay is None else critic_decay
     assert_rows(case, found.returns, spread(targets, 1.0))
+
+
+def stated_bi_level(
+    rewards: list[Array], values: list[Array], discount: float, decay: float
+) -> list[Array]:
+    """VAGEN's two loops: over turns at their last tokens, then over the tokens of each turn."""
+    worth, of_turn, after = [0.0] * len(rewards), 0.0, 0.0
+    for k in reversed(range(len(rewards))):
+        delta = rewards[k][-1] + discount * after - values[k][-1]
+        of_turn, after = delta + discount * decay * of_turn, values[k][-1]
+        worth[k] = of_turn + values[k][-1]
+    rows = []
+    for k, v in enumerate(values):
+        row = np.zeros(len(v))
+        row[-1] = worth[k] - v[-1]
+        for t in reversed(range(len(v) - 1)):
+            row[t] = v[t + 1] - v[t] + decay * row[t + 1]
+        rows.append(row)
+    return rows
+
+
+@proves(gae, "gae: over = both", against=DEFINITION)
+@given(case=cases(), discount=factors, decay=factors, critic_decay=st.none() | factors)
+@settings(deadline=None, max_examples=30)
+def test_bi_level_gae_is_over_turns_and_then_over_the_tokens_of_each(
+    case: Case, discount: float, decay: float, critic_decay: float | None
+):
+    flat = torch.tensor([r for rewards in case.rewards for r in rewards], dtype=torch.float64)
+    step = replace(case.given, rewards=at_turn_ends(flat, case.packing))
+    options = GaeOptions(over="both", discount=discount, decay=decay, critic_decay=critic_decay)
+    found = gae(step, options)
+    rows = [*zip(case.rows(step.rewards), case.rows(case.noise()), strict=True)]
+    assert_rows(case, found.advantages, [stated_bi_level(r, v, discount, decay) for r, v in rows])
+    assert found.returns is not None
+    targets = decay if critic_decay is None else critic_decay
+    expected = [
+        [a + b for a, b in zip(stated_bi_level(r, v, discount, targets), v, strict=True)]
+        for r, v in rows
+    ]
+    assert_rows(case, found.returns, expected)
+    one_level = GaeOptions(discount=discount, decay=1.0, discount_by="turn")
+    undecayed = GaeOptions(over="both", discount=discount, decay=1.0)
+    torch.testing.assert_close(gae(step, undecayed).advantages, gae(step, one_level).advantages)
 
 
 @proves(grpo, rloo, "grpo: over = turns", "rloo: over = turns", against=DEFINITION)

@@ -89,7 +89,8 @@ def microbatch(
 ) -> Microbatch:
     batch = pack([trajectories[i] for i in indices], CPU)
     tokens = float(sum(one.loss_mask.sum() for one in trajectories))
-    return Microbatch.of(batch, indices, None, 5, its.denominators(tokens, count))
+    of_one_group = torch.full((count,), tokens)
+    return Microbatch.of(batch, indices, None, 5, its.denominators(tokens, count, of_one_group))
 
 
 def advantages(
@@ -236,6 +237,7 @@ def test_a_reduction_counts_a_trajectory_once_however_many_branches_it_has(rule:
     own, others = table[1:8].sum().item(), table[1:3].sum().item()
     expected = {
         "token-mean": (own + others) / 9,
+        "group-mean-token-mean": (own + others) / 9,
         "sequence-mean-token-mean": (own / 7 + others / 2) / 2,
         "sequence-mean-token-sum": (own + others) / 2,
         "sequence-mean-token-sum-norm": (own + others) / (2 * 16),

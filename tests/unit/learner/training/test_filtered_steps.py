@@ -17,6 +17,7 @@ from tests.support.bigrams import (
     Values,
     algorithm,
     data,
+    descend,
     minibatch,
     minibatches,
     sequences,
@@ -50,6 +51,30 @@ def test_filtered_trajectories_train_nothing_and_leave_the_denominators_of_their
     other, unfiltered = Bigrams(), algorithm(**{**FILTERED, "data": {}})
     train(other, unfiltered, given, [minibatch((0,), (2,)), minibatch((6,))])
     assert torch.allclose(policy.logits, other.logits, atol=1e-6)
+    assert (policy.logits - Bigrams().logits).abs().max() > 1e-2
+
+
+def test_every_group_weighs_the_same_in_a_minibatch_whatever_of_it_is_there():
+    chosen = algorithm(
+        surrogate="policy-gradient",
+        correction="none",
+        reduce="group-mean-token-mean",
+        data={"overlong_filter": True},
+    )
+    given = truncated(data(2), 3)
+    parts = [minibatch((0, 4), (5, 2)), minibatch((7, 1), (3, 6))]  # two of each group
+    policy, by_hand = Bigrams(), Bigrams()
+    train(policy, chosen, given, parts)
+    advantages = chosen.trajectory_advantages(given.outcomes).float()
+    for of_minibatch in ([(0,), (2,), (4, 5)], [(1,), (6, 7)]):  # siblings that are trained
+        means = []
+        for siblings in of_minibatch:
+            batches = [pack([sequences(8)[i]], CPU) for i in siblings]
+            sums = [by_hand.outputs(batch).logprobs.sum() for batch in batches]
+            losses = [-advantages[i] * of_one for i, of_one in zip(siblings, sums, strict=True)]
+            means.append(torch.stack(losses).sum() / (6 * len(siblings)))
+        descend(by_hand.logits, [(torch.stack(means).mean(), {})])
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-6)
     assert (policy.logits - Bigrams().logits).abs().max() > 1e-2
 
 

@@ -1,5 +1,7 @@
 """Teachers and right answers, and what surrogates and corrections are shown."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -12,13 +14,16 @@ from slipstream.algos.compose import Algorithm, LossInputs, PolicyOutputs, Prepa
 from slipstream.algos.corrections import Correction, CorrectionInputs
 from slipstream.algos.diagnostics import Sums
 from slipstream.algos.parts import NoOptions, correction
-from slipstream.learner.batches.packing import pack
+from slipstream.learner.batches.packing import PackedBatch, pack
+from slipstream.learner.batches.plan import MinibatchPlan
+from slipstream.learner.training.microbatch import known
 from slipstream.learner.training.prepare import PreparedMinibatch, prepare
 from slipstream.learner.training.step_data import StepData, step_data
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import DeliveredGroup
 from tests.support.bigrams import (
     CPU,
+    Alone,
     Bigrams,
     algorithm,
     data,
@@ -31,6 +36,7 @@ from tests.support.bigrams import (
 )
 from tests.support.delivered_groups import trajectory
 from tests.support.own_parts import SHOWN
+from tests.support.waiting import HANG_S
 
 
 def prepare_part(given: StepData, shaped: Prepared, chosen: Algorithm) -> PreparedMinibatch:
@@ -250,6 +256,70 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
     assert kept.num_tokens == (copies * by_trajectory).sum() == 12
     assert kept.num_sequences == 3
     assert (share.denominators.num_tokens, share.denominators.num_sequences) == (24, 4)
+
+
+def test_groups_are_divided_by_their_tokens_of_the_minibatch_or_by_those_kept():
+    chosen = algorithm(
+        preset="scalerl", correction={f"{__name__}:every_third": {}}, reduce={"denominator": "kept"}
+    )
+    given, copies = data(1), torch.tensor([1, 2, 1, 0])
+    share = prepare_part(given, Prepared(rewards=given.outcomes.rewards, copies=copies), chosen)
+    for one, tokens, kept in zip(share.microbatches, (18, 6), (4 + 2 * 4, 0), strict=True):
+        assert one.kept is not None
+        assert one.denominators.group_mean is not None
+        assert one.kept.group_mean is not None
+        assert one.denominators.group_mean.tolist() == [tokens * 2] * 2  # of two groups
+        assert one.kept.group_mean.tolist() == [kept] * 2  # of one: all of the other is rejected
+
+
+class OneOfTwo(Alone):
+    """A replica whose sums are with those of another thread."""
+
+    def __init__(self, rank: int, meet: threading.Barrier, held: dict[int, Tensor]) -> None:
+        self.rank, self._meet, self._held = rank, meet, held
+
+    def summed(self, values: Tensor) -> Tensor:
+        self._held[self.rank] = values
+        self._meet.wait(HANG_S)
+        total = self._held[0] + self._held[1]
+        self._meet.wait(HANG_S)
+        return total
+
+
+def test_groups_are_counted_over_all_replicas():
+    chosen = algorithm(
+        preset="scalerl",
+        correction={"rejection": {"low": 0.9, "high": 1.1}},
+        reduce={"denominator": "kept"},
+    )
+    given, part = data(2), minibatch((0, 5), (1, 6))  # siblings apart
+    shaped = chosen.prepared(given.outcomes, given.is_truncated, given.step_generator())
+    meet, held = threading.Barrier(2), dict[int, Tensor]()
+
+    def counted(policy: Bigrams, batches: list[PackedBatch], plan: MinibatchPlan) -> list[float]:
+        (share,) = prepare(policy, [batches], [plan], given, shaped, chosen)  # type: ignore[arg-type]  # a fake
+        divisors = [(one.denominators, one.kept) for one in share.microbatches]
+        return [
+            number
+            for each in zip(*divisors, strict=True)
+            for one in each
+            if one is not None
+            for number in (one.num_tokens, *known(one.group_mean, "divisors").tolist())
+        ]
+
+    def on_replica(rank: int) -> list[float]:
+        policy = Bigrams()
+        policy.replicas = OneOfTwo(rank, meet, held)
+        shares = tuple((indices,) for indices in part.plan.microbatches[0])
+        return counted(policy, [part.batches[rank]], MinibatchPlan(shares))
+
+    alone = counted(Bigrams(), part.batches, part.plan)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(on_replica, range(2))
+    # of all tokens and of those kept, by microbatch: their number, then the divisor of each group
+    assert [*first[:3], *second[:3], *first[3:], *second[3:]] == alone
+    assert alone[:3] == [24, 12 * 3, 6 * 3]  # two of group 0, one of 2, one of 3
+    assert 0 < alone[6] < 24
 
 
 @pytest.mark.parametrize("over", ["batch", "group"])

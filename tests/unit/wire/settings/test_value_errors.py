@@ -44,6 +44,7 @@ WRONG = {
     "logging.trackers=wandb": 'got "wandb": write ["wandb"]',
     "learner.offload=['weight']": 'each one of "weights", "gradients", "optimizer"',
     "data.sources.mine.weight=heavy": "data.sources.mine.weight must be a number",
+    "data.sources=3": "data.sources must be a table, got 3",
     "eval.sets.held.file=3": "eval.sets.held.file must be text, got 3",
     "deploy.ray.address=3": "deploy.ray.address must be text",
 }

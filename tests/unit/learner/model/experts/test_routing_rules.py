@@ -1,6 +1,7 @@
 import torch
 
-from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of
+from slipstream.learner.model.experts.expert_choices import FREE, ExpertChoices
+from slipstream.learner.model.experts.routing_rules import chosen_experts, scores_of, weights_of
 
 
 def test_softmax_and_sigmoid_scores_are_computed_in_float32():
@@ -37,3 +38,38 @@ def test_no_expert_of_another_group_is_chosen_though_all_scores_are_below_zero()
     bias = torch.tensor([0.0, 0.0, -1.0, -1.0])
     chosen = chosen_experts(scores, count=2, bias=bias, groups=2, taken_groups=1)
     assert chosen.sort().values.tolist() == [[0, 1]]
+
+
+def stated_replay(logits: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+    """g_i = I_i exp(s_i) / sum_j I_j exp(s_j), with I of the engine and s of the learner.
+
+    Rollout routing replay (Ma et al., arXiv 2510.11370), token by token.
+    """
+    rows = []
+    for row, chosen in zip(logits, engine.tolist(), strict=True):
+        powers = [float(i in chosen) * s.exp() for i, s in enumerate(row)]
+        rows.append(torch.stack(powers) / sum(powers))
+    return torch.stack(rows)
+
+
+def test_replayed_experts_have_the_learners_weights_and_its_gradient():
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    given = torch.tensor([[4, 1], [0, 5], [FREE, FREE], [3, 2]], dtype=torch.int16)
+    own = chosen_experts(scores_of(logits, "softmax"), count=2)
+    engine = torch.where(given == FREE, own, given.long())
+    assert not torch.equal(engine.sort().values, own.sort().values)
+    mix = torch.linspace(-1.0, 2.0, 24).view(4, 6)
+
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    scores = scores_of(ours, "softmax")
+    chosen = ExpertChoices(given={1: given}).decided(1, own)
+    weights = weights_of(scores, chosen, is_share=True, factor=1.0)
+    everywhere = torch.zeros_like(scores).scatter(-1, chosen, weights)
+    expected = stated_replay(theirs, engine)
+    torch.testing.assert_close(everywhere, expected)
+    (everywhere * mix).sum().backward()
+    (expected * mix).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert (
+        weights_of(scores, chosen, is_share=False, factor=2.0) == 2 * scores.gather(1, chosen)
+    ).all()
