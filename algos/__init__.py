@@ -1,4 +1,4 @@
 """The mathematics of the learner: pure tensor functions. torch only, no messages, no I/O.
 
-Imported by learner.
+Imported by deploy.commands and learner.
 """

@@ -19,6 +19,7 @@ from slipstream.algos.corrections import Correction, CorrectionInputs, combined
 from slipstream.algos.diagnostics import Diagnosed, Sums, diagnostic_sums
 from slipstream.algos.kl import kl_estimate
 from slipstream.algos.packing import Packing
+from slipstream.algos.presets import IMITATION
 from slipstream.algos.ratios import log_ratio, upcast
 from slipstream.algos.reduce import Denominators, masked_sum, reduced
 from slipstream.algos.returns import TokenAdvantages, TokenOutcomes, at_end, at_turn_ends
@@ -114,6 +115,8 @@ class Algorithm:
         """Whether a minibatch's correction must be known before its first gradient."""
         self.shows_minibatch = "whole_minibatch" in choice.surrogate.needs
         """Whether the surrogate is shown all of a minibatch."""
+        self.imitates = choice.preset == IMITATION
+        """Whether rewards are those of demonstrations, and the loss tells what is learned."""
         self.charges_kl = choice.has_kl and choice.kl.place == "reward"
         """Whether rewards are less a KL divergence."""
         self.needs_squares = "squares" in choice.advantage.needs

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+IMITATION = "sft"
 _GRPO: dict[str, Any] = {"name": "grpo"}
 _CLIP: dict[str, Any] = {"name": "ppo-clip", "clip_low": 0.2, "clip_high": 0.2}
 _CLIP_HIGHER: dict[str, Any] = {"name": "ppo-clip", "clip_low": 0.2, "clip_high": 0.28}
@@ -117,6 +118,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "reduce": {"name": "sequence-mean-token-sum-norm"},
         },
         "distill": {"advantage": {"name": "zero"}, **_DECOUPLED, "teacher": {"coefficient": 1.0}},
+        IMITATION: {"advantage": {"name": "reinforce"}, "surrogate": {"name": "policy-gradient"}},
         "m2po": {
             "advantage": _GRPO,
             "surrogate": {"name": "reinforce-is"},

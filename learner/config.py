@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from slipstream.algos.section import AlgoSection
-from slipstream.broker.config import BrokerSection
+from slipstream.broker.config import BrokerSection, DataSection
 from slipstream.learner.layout import Layout
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
@@ -188,6 +188,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
     drops_equal_rewards: bool = True  # broker.drop_zero_variance
+    shuffles: bool = True  # data.shuffle, of demonstrations
     environment: EnvironmentSection = EnvironmentSection()  # whether there are several turns
 
     @property
@@ -250,6 +251,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
         drops_equal_rewards=section(table, "broker", BrokerSection).drop_zero_variance,
+        shuffles=section(table, "data", DataSection).shuffle,
         environment=section(table, "environment", EnvironmentSection),
     )
     model_folder(settings.run)

@@ -82,7 +82,8 @@ def run_learner(
     refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
     if launch.resumes and place.node == 0:
         fetch_newer(settings)
-    if algorithm.choice.learns_from_equal_rewards and settings.drops_equal_rewards:
+    is_replay, teaches = launch.replay is not None, algorithm.choice.learns_from_equal_rewards
+    if teaches and settings.drops_equal_rewards and not is_replay:
         _log.warning(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
             "algo.likelihood), and broker.drop_zero_variance = true replaces them: set it to false"
@@ -186,7 +187,15 @@ class _Node:
         ):
             coordinator = Coordinator(leader, self.stop)
             loop = LearnerLoop(
-                settings, topology, policy, self.algorithm, link, coordinator, clock, part=part
+                settings,
+                topology,
+                policy,
+                self.algorithm,
+                link,
+                coordinator,
+                clock,
+                part=part,
+                is_replay=launch.replay is not None,
             )
             with launch.health.ending():
                 loop.run(launch.health)

@@ -76,11 +76,13 @@ class LearnerLoop:
         clock: PhaseClock,
         *,
         part: PartLink | None = None,
+        is_replay: bool = False,
         observe_saves: Callable[[Stage], None] = ignore,
     ) -> None:
         """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
 
-        The first rank of each host except rank 0's has the relay of its host's ``part``.
+        The first rank of each host except rank 0's has the relay of its host's ``part``. In a
+        replay trajectories may have any number of turns.
         ``observe_saves`` is called at each stage of each checkpoint, also by threads.
 
         Raises:
@@ -94,7 +96,7 @@ class LearnerLoop:
         self._clock = clock
         self._rollouts = open_rollout_log(settings) if coordinator.is_leader else None
         self._training = BatchTraining(
-            settings, topology, policy, algorithm, link, self._rollouts, clock
+            settings, topology, policy, algorithm, link, self._rollouts, clock, is_replay=is_replay
         )
         self._saver = Saver(
             settings,
@@ -226,8 +228,10 @@ class LearnerLoop:
         self._publish(version)
         self._profiler.after(version.step)
         seconds = time.monotonic() - started
+        name = "policy/loss" if self._algorithm.imitates else "reward/mean"
+        what = "loss" if self._algorithm.imitates else "reward"
         self._coordinator.log(
-            "step %d reward %.3f in %.2f s", version.step, figures["reward/mean"], seconds
+            "step %d %s %.3f in %.2f s", version.step, what, figures[name], seconds
         )
         with self._clock.phase("checkpoint"):
             self._saver.save_if_due(version, last_step=committed.last_step)

@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.row_order import row_order
 from slipstream.wire.messages.trajectory import Prompt
 
 BLOCK = 1000  # positions in which weighted sources get their shares exactly
@@ -38,7 +39,7 @@ class PromptSource:
         self.num_rows = sum(len(source) for source in sources)
         self._ends = list(accumulate(len(source) for source in sources))
         self._counts = shares(weights, BLOCK) if weights else []
-        self._order = lru_cache(maxsize=2 + 2 * len(sources))(self._shuffled)
+        self._order = lru_cache(maxsize=2 + 2 * len(sources))(self._ordered)
         self._places = lru_cache(maxsize=2)(self._places_of_block)
 
     def fingerprint(self) -> str:
@@ -63,12 +64,8 @@ class PromptSource:
         epoch, index = divmod(block * self._counts[source] + before, len(rows))
         return rows[self._order(f"{self._seed}/{source}/{epoch}", len(rows))[index]]
 
-    def _shuffled(self, key: str, size: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(size)
-        order = list(range(size))
-        random.Random(key).shuffle(order)  # noqa: S311 not for secrets
-        return order
+    def _ordered(self, key: str, size: int) -> Sequence[int]:
+        return row_order(key, size, shuffles=self._shuffle)
 
     def _places_of_block(self, block: int) -> list[tuple[int, int]]:
         """Return (source, how many of it came before in this block) by place."""

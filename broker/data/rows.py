@@ -24,7 +24,7 @@ _LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # limits of MessagePack
 
 
 class BadRowError(Exception):
-    """Raised for a row that is no prompt, with the reason."""
+    """Raised for a row that is no prompt, or no demonstration, with the reason."""
 
 
 class RowRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
         raise BadRowError(f"no {rules.prompt_column}")
     extra_info = plain(row.get("extra_info"), "extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise BadRowError(f"extra_info must be an object, got {_kind(extra_info)}")
+        raise BadRowError(f"extra_info must be an object, got {kind_of(extra_info)}")
     return Prompt(
         prompt=_asked(plain(asked, rules.prompt_column), rules),
         ground_truth=_ground_truth(row, rules.ground_truth_column),
@@ -83,7 +83,7 @@ def _asked(value: Json, rules: RowRules) -> str | tuple[ChatMessage, ...]:
             raise BadRowError(f"{rules.prompt_column} has no turns")
     else:
         raise BadRowError(
-            f"{rules.prompt_column} must be text or a list of turns, got {_kind(value)}"
+            f"{rules.prompt_column} must be text or a list of turns, got {kind_of(value)}"
         )
     if rules.system_prompt and turns[0].role != SYSTEM:
         turns.insert(0, ChatMessage(SYSTEM, rules.system_prompt))
@@ -92,10 +92,10 @@ def _asked(value: Json, rules: RowRules) -> str | tuple[ChatMessage, ...]:
 
 def _turn(number: int, turn: Json) -> ChatMessage:
     if not isinstance(turn, dict):
-        raise BadRowError(f"turn {number} must be an object, got {_kind(turn)}")
+        raise BadRowError(f"turn {number} must be an object, got {kind_of(turn)}")
     for key in _TURN_KEYS:
         if not isinstance(turn.get(key), str):
-            raise BadRowError(f"{key} of turn {number} must be text, got {_kind(turn.get(key))}")
+            raise BadRowError(f"{key} of turn {number} must be text, got {kind_of(turn.get(key))}")
     extra = [key for key, value in turn.items() if key not in _TURN_KEYS and value is not None]
     if extra:
         raise BadRowError(f"turn {number} has {', '.join(extra)}; only role and content are known")
@@ -113,7 +113,7 @@ def _ground_truth(row: Mapping[str, Any], column: str) -> Json:
         return None
     if not isinstance(reward_model, dict):
         raise BadRowError(
-            f"reward_model must be an object with ground_truth, got {_kind(reward_model)}"
+            f"reward_model must be an object with ground_truth, got {kind_of(reward_model)}"
         )
     return _or_none(reward_model.get(TRUTH_COLUMN))
 
@@ -139,7 +139,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise BadRowError(f"{column} must be text, got {_kind(value)}")
+        raise BadRowError(f"{column} must be text, got {kind_of(value)}")
     return value
 
 
@@ -169,9 +169,10 @@ def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file 
         convert = getattr(value, name, None)
         if callable(convert):
             return plain(convert(), where)
-    raise BadRowError(f"{where} holds {_kind(value)}, which JSON does not know: write it as text")
+    raise BadRowError(f"{where} holds {kind_of(value)}, which JSON does not know: write it as text")
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return what a value is, for messages."""
     names = {type(None): "nothing", str: "text", dict: "an object", list: "a list"}
     return names.get(type(value), type(value).__name__)

@@ -1,30 +1,46 @@
-"""`slipstream replay`: trains on recorded batches, without broker and generators."""
+"""`slipstream replay`: trains on recorded batches or demonstrations, without other roles."""
 
 import argparse
+import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.algos.presets import IMITATION
+from slipstream.broker.config import DataSection
 from slipstream.deploy.commands.options import RUNS, add_config, add_overrides
 from slipstream.deploy.config import free_name
-from slipstream.learner.config import learner_settings
+from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BATCHES, newest_run
-from slipstream.wire.settings.load import load_table
-from slipstream.wire.settings.sections import run_section
+from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.sections import local_file, model_folder, run_section
+
+_log = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   slipstream replay --config run.toml                    train on recorded batches of the newest run
   slipstream replay runs/demo --config run.toml          on those of a run
   slipstream replay a.trajectories --config run.toml     or on those of a file
+  slipstream replay --demonstrations a.jsonl --config run.toml   supervised: imitate conversations
 """
+_FILE = Path("replay") / "demonstrations.trajectories"
+_RESET = {"preset": IMITATION, "anchor": "", "whiten": "", "entropy_bonus": 0.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config(parser, required=True)
-    parser.add_argument("--dry-run", action="store_true", help="check and print the settings")
+    parser.add_argument(
+        "--demonstrations",
+        metavar="FILE",
+        help="train on the policy's own turns in a JSONL or parquet file, as verl's and TRL's "
+        "supervised fine-tuning does (docs/checkpoints.md)",
+    )
+    text = "check and print the settings, and what of a file of demonstrations would be trained"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     add_overrides(
         parser,
         "RUN|FILE|section.key=value",
@@ -39,18 +55,67 @@ def main(arguments: argparse.Namespace) -> int:
     It starts from run.model, even where the settings are those of a resumed run, and uploads
     nothing, unless an override names run.resume_from or checkpoint.upload.
     """
-    config = arguments.config
+    config, demonstrations = arguments.config, arguments.demonstrations
     target, words = split_target(arguments.overrides)
-    file = recorded_file(target or newest_run(RUNS, BATCHES))
-    overrides = ["run.resume_from=", "checkpoint.upload=", *words]
+    if demonstrations is not None and target is not None:
+        raise ConfigError(f"slipstream replay takes {target} or --demonstrations, got both")
+    overrides = ["run.resume_from=", "checkpoint.upload="]
+    recorded = None
+    if demonstrations is None:
+        recorded = recorded_file(target or newest_run(RUNS, BATCHES))
+    else:
+        overrides += imitating(load_table(config))
+    overrides += words
     table = load_table(config, overrides)
     named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
     name = free_name(run_section({**table, "run": named}))
-    learner_settings({**table, "run": {**named, "name": name}})
+    table = {**table, "run": {**named, "name": name}}
+    settings = learner_settings(table)
+    file = recorded or settings.run.folder / _FILE
+    if demonstrations is not None:
+        data = section(table, "data", DataSection)
+        steps = _prepare(demonstrations, settings, data, None if arguments.dry_run else file)
+        overrides.append(f"run.steps={steps}")
     command = [sys.executable, "-m", "slipstream.learner.main", "--config", str(config)]
     command += ["--replay", str(file), *(["--dry-run"] if arguments.dry_run else [])]
     command += [*overrides, f"run.name={name}"]
     os.execv(sys.executable, command)  # noqa: S606 our own program
+
+
+def imitating(table: Table) -> list[str]:
+    """Return settings that train demonstrations by their likelihood, whatever the file's [algo].
+
+    A step trains run.groups_per_step demonstrations.
+    """
+    own = {"preset": IMITATION, **table.get("algo", {})}
+    algo = [f"algo.{key}={_RESET.get(key, {})}" for key in own]
+    return [*algo, "run.group_size=1", "run.routing_replay=off"]
+
+
+def _prepare(name: str, settings: LearnerSettings, data: DataSection, out: Path | None) -> int:
+    """Write demonstrations for the learner, and say how many; return the steps to train.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or a row is bad.
+    """
+    from slipstream.deploy.demonstrations import OPTION, DemonstrationReader, write_demonstrations
+    from slipstream.generators.text.codec import TextCodec
+    from slipstream.wire.process.logs import start_logging
+
+    start_logging("replay")
+    run, sampling = settings.run, settings.sampling
+    codec = TextCodec(model_folder(run), sampling)
+    reader = DemonstrationReader(codec, data, longest=settings.environment.longest(sampling))
+    file = Path(local_file(run, name, OPTION))
+    try:
+        counts = write_demonstrations(reader, file, out)
+    except BaseException:
+        if out is not None:  # the run's name stays free
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+    for line in counts.lines(run):
+        _log.info("%s", line)
+    return counts.steps(run)
 
 
 def split_target(words: Sequence[str]) -> tuple[Path | None, list[str]]:

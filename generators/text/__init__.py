@@ -1,4 +1,4 @@
 """From a prompt to token ids and back, and chat templates. Pure, without SGLang or transformers.
 
-Imported by deploy.preflight.check, deploy.commands and generators.
+Imported by deploy.commands, deploy.demonstrations, deploy.preflight.check and generators.
 """

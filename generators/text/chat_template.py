@@ -59,11 +59,17 @@ class ChatTemplate:
         return self.text([{"role": turn.role, "content": turn.content} for turn in turns])
 
     def text(
-        self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None = None
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Json] | None = None,
+        *,
+        prompts_reply: bool = True,
+        variables: Mapping[str, Json] | None = None,
     ) -> str:
         """Return the text that prompts the model to reply to messages, as of OpenAI's chat API.
 
-        ``tools`` are functions with JSON schemas, in the form of that API; None is without.
+        ``tools`` are functions with JSON schemas, in the form of that API; None is without. Without
+        ``prompts_reply`` the text ends with the last message. ``variables`` go before the run's.
 
         Raises:
             ValueError: the template refuses these messages, or does not end.
@@ -75,8 +81,9 @@ class ChatTemplate:
                     "messages": list(messages),
                     "tools": list(tools) if tools else None,
                     "documents": None,
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": prompts_reply,
                     **self._variables,
+                    **(variables or {}),
                 },
             )
         except _RENDERING_ERRORS as error:

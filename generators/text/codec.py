@@ -1,8 +1,10 @@
 """From a prompt to token ids and back."""
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -63,6 +65,10 @@ class TextCodec:
         ends = self._named_ids(model_folder, "eos_token", *_ALSO_END) | {*sampling.stop_token_ids}
         self.end_token_ids = tuple(sorted(ends))
         """Tokens that end a response, as the engine collects them."""
+        eos = token_text(read_json(model_folder / "tokenizer_config.json").get("eos_token"))
+        own = self._tokenizer.token_to_id(eos or "")
+        self.closing_token_id: int | None = min(ends, default=None) if own is None else own
+        """Token that ends a text without a chat template; None without any."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._silent = special & (ends | self._named_ids(model_folder, "pad_token"))
@@ -144,6 +150,22 @@ class TextCodec:
         """Return the tokens of a text, without special tokens around it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def ids_of_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each piece of a text, without special tokens around it.
+
+        They are the tokens of the whole text, unless one of these spans two pieces: then each
+        piece is turned into tokens alone.
+        """
+        encoding = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        starts, ends = [start for start, _ in encoding.offsets], [0]
+        for bound in accumulate(map(len, pieces)):
+            ends.append(bisect_left(starts, bound, lo=ends[-1]))
+            if ends[-1] and encoding.offsets[ends[-1] - 1][1] > bound:
+                return [self.text_ids(piece) for piece in pieces]
+        ends[-1] = len(ids)
+        return [ids[start:end] for start, end in pairwise(ends)]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special ones included."""

@@ -1,4 +1,4 @@
 """Trajectories of several turns: which tokens a policy was given, and which it chose.
 
-Imported by generators. Without HTTP and without SGLang.
+Imported by deploy and generators. Without HTTP and without SGLang.
 """

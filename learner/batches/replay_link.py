@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
     readable_checkpoints,
 )
+from slipstream.wire.files.row_order import row_order
 from slipstream.wire.files.trajectory_file import (
+    DEMONSTRATED,
     NOT_TRAINED,
+    NumberedGroups,
     RecordedGroup,
     read_groups,
     read_steps,
@@ -31,7 +35,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
-from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.messages.trajectory import TrajectoryKey, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.flops import SequenceCost
 from slipstream.wire.models.hf_config import load_hf_config
@@ -124,6 +128,74 @@ def _not_whole(path: Path, bad: tuple[int, int], first: tuple[int, int] | None) 
     )
 
 
+class Recording:
+    """Batches of a file by their step, which rises from call to call."""
+
+    def __init__(self, path: Path, settings: LearnerSettings) -> None:
+        """Open the file.
+
+        Raises:
+            ConfigError: the file cannot be read, or a step was not recorded whole.
+        """
+        refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
+        self._batches = recorded_batches(
+            read_groups(path), groups_per_step=settings.run.groups_per_step
+        )
+        self._present: RecordedBatch | None = None
+
+    def at(self, step: int) -> RecordedBatch | None:
+        """Return the batch of a step, or the first after it; None where the file ends."""
+        while self._present is None or self._present.step < step:
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._present = batch
+        return self._present
+
+
+class Demonstrations:
+    """Batches of demonstrations by their step: epoch after epoch, in an order of run.seed.
+
+    They count as chosen by the policy of the step that trains them.
+    """
+
+    def __init__(self, path: Path, settings: LearnerSettings) -> None:
+        """Find the demonstrations in a file.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        self._groups = NumberedGroups(path)
+        self._seed, self._shuffles = settings.run.seed, settings.shuffles
+        self._per_step = settings.run.groups_per_step
+        self._order = lru_cache(maxsize=2)(self._order_of)
+        self.at = lru_cache(maxsize=1)(self._at)
+
+    def _at(self, step: int) -> RecordedBatch:
+        """Return the batch of a step."""
+        first = step * self._per_step
+        positions = range(first, first + self._per_step)
+        return RecordedBatch(step, tuple(self._group(position, step) for position in positions))
+
+    def _group(self, position: int, step: int) -> RecordedGroup:
+        epoch, place = divmod(position, len(self._groups))
+        recorded = self._groups[self._order(epoch)[place]]
+        trajectory = recorded.group.trajectories[0]
+        header = msgspec.structs.replace(
+            trajectory.header,
+            group_id=position,
+            version_runs=(VersionRun(trajectory.header.num_prompt_tokens, PolicyVersion(0, step)),),
+        )
+        trajectory = msgspec.structs.replace(trajectory, header=header)
+        group = msgspec.structs.replace(
+            recorded.group, group_id=position, trajectories=(trajectory,)
+        )
+        return msgspec.structs.replace(recorded, group=group)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        return row_order(f"{self._seed}/{epoch}", len(self._groups), shuffles=self._shuffles)
+
+
 class ReplayLink:
     """One rank's view of a trajectory file. Rank 0 leads; all ranks read the same file.
 
@@ -139,14 +211,13 @@ class ReplayLink:
         Raises:
             ConfigError: the file cannot be read, or a step was not recorded whole.
         """
-        refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
+        is_demonstrated = next(read_steps(path), NOT_TRAINED) == DEMONSTRATED
+        self._file: Demonstrations | Recording = (
+            Demonstrations(path, settings) if is_demonstrated else Recording(path, settings)
+        )
         self._path = path
         self._settings = settings
         self._cost = SequenceCost.of(load_hf_config(settings.model), settings.adapters)
-        self._batches = recorded_batches(
-            read_groups(path), groups_per_step=settings.run.groups_per_step
-        )
-        self._present: RecordedBatch | None = None
         self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
 
     run_id = ""  # there is no broker
@@ -178,7 +249,7 @@ class ReplayLink:
         """
         if version.step >= self._settings.run.steps:
             return RunComplete()
-        batch = self._advance(version.step)
+        batch = self._file.at(version.step)
         if batch is None:
             _log.info("%s ends after step %d", self._path, version.step)
             return RunComplete()
@@ -189,7 +260,7 @@ class ReplayLink:
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return payloads of the batch recorded for this step."""
-        batch = self._advance(step)
+        batch = self._file.at(step)
         found: dict[TrajectoryKey, bytes] = {}
         if batch is not None and batch.step == step:
             for recorded in batch.groups:
@@ -254,12 +325,3 @@ class ReplayLink:
 
     def close(self) -> None:
         """Do nothing: the file closes with its iterator."""
-
-    def _advance(self, step: int) -> RecordedBatch | None:
-        """Read up to the batch of a step, or the first after it."""
-        while self._present is None or self._present.step < step:
-            batch = next(self._batches, None)
-            if batch is None:
-                return None
-            self._present = batch
-        return self._present

@@ -20,6 +20,7 @@ from slipstream.learner.record.throughput import StepWork
 from slipstream.learner.training.policy import Policy
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
+from slipstream.wire.messages.trajectory import MAX_TOKENS
 from slipstream.wire.models.flops import SequenceCost
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.phases import PhaseClock
@@ -52,8 +53,13 @@ class BatchTraining:
         link: RankLink | None,
         rollouts: RolloutLog | None,
         clock: PhaseClock,
+        *,
+        is_replay: bool = False,
     ) -> None:
-        """Prepare to train; one rank of each replica has a ``link`` that payloads come from."""
+        """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
+
+        In a replay trajectories may have any number of turns.
+        """
         self._settings = settings
         self._topology = topology
         self._policy = policy
@@ -61,6 +67,8 @@ class BatchTraining:
         self._link = link
         self._rollouts = rollouts
         self._clock = clock
+        acts = settings.environment
+        self._max_turns = MAX_TOKENS if is_replay else acts.max_turns if acts.is_named else 0
         self._cost = SequenceCost.of(policy.model.hf_config, settings.adapters)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
@@ -121,15 +129,15 @@ class BatchTraining:
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(order.step + 1)
         with self._clock.phase("pack"):
-            hf, acts = self._policy.model.hf_config, self._settings.environment
+            hf, settings = self._policy.model.hf_config, self._settings
             sequences = unpack_share(
                 order,
                 self._topology,
                 frames,
                 vocab_size=hf.vocab_size,
-                longest=acts.longest(self._settings.sampling),
-                max_turns=acts.max_turns if acts.is_named else 0,
-                experts=expert_sizes(hf) if self._settings.run.routing_replay == "R3" else None,
+                longest=settings.environment.longest(settings.sampling),
+                max_turns=self._max_turns,
+                experts=expert_sizes(hf) if settings.run.routing_replay == "R3" else None,
             )
             if isinstance(sequences, Rejection):
                 return sequences

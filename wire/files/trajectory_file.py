@@ -23,13 +23,14 @@ _log = logging.getLogger(__name__)
 HEADER = b"SLIPSTREAM-TRAJECTORIES 1\n"
 _LENGTH_BYTES = 8
 NOT_TRAINED = -1
+DEMONSTRATED = -2  # trained once per epoch, as a demonstration
 T = TypeVar("T")
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One group; ``payloads`` and ``transcripts`` are in the order of its trajectories."""
 
-    step: int  # learner step that trained it; NOT_TRAINED for none
+    step: int  # learner step that trained it, or NOT_TRAINED or DEMONSTRATED
     group: DeliveredGroup
     payloads: tuple[bytes, ...]  # encoded TrajectoryPayload
     transcripts: tuple[bytes, ...]  # encoded Transcript
@@ -142,18 +143,52 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
 
 
 def _read(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> Iterator[T]:
+    with _opened(path) as file:
+        for number, record in enumerate(_records(file, path)):
+            yield _decoded(file, record, number, path, decoder)
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except OSError as error:
         raise ConfigError(f"cannot read trajectories from {path}: {error.strerror}") from error
-    with file:
-        for number, (start, length) in enumerate(_records(file, path)):
-            file.seek(start)
-            try:
-                group = decoder.decode(file.read(length))
-            except UNREADABLE as error:
-                raise ConfigError(f"record {number} of {path} is damaged: {error}") from error
-            yield group
+
+
+def _decoded(
+    file: BinaryIO,
+    record: tuple[int, int],
+    number: int,
+    path: Path,
+    decoder: msgspec.msgpack.Decoder[T],
+) -> T:
+    start, length = record
+    file.seek(start)
+    try:
+        return decoder.decode(file.read(length))
+    except UNREADABLE as error:
+        raise ConfigError(f"record {number} of {path} is damaged: {error}") from error
+
+
+class NumberedGroups:
+    """The groups of a file by their number, read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the records.
+
+        Raises:
+            ConfigError: as ``read_groups``.
+        """
+        self._path = path
+        with _opened(path) as file:
+            self._records = list(_records(file, path))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, number: int) -> RecordedGroup:
+        with _opened(self._path) as file:
+            return _decoded(file, self._records[number], number, self._path, _decoder)
 
 
 def read_steps(path: Path) -> Iterator[int]:

@@ -2,10 +2,22 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.learner.batches.replay_link import recorded_batches, refuse_partial_steps
+from slipstream.algos.section import AlgoSection
+from slipstream.deploy.demonstrations import demonstrated_group
+from slipstream.generators.turns.demonstrations import DemonstratedTokens
+from slipstream.learner.batches.replay_link import (
+    Demonstrations,
+    recorded_batches,
+    refuse_partial_steps,
+)
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.trajectory_file import NOT_TRAINED, RecordedGroup
+from slipstream.wire.files.trajectory_file import NOT_TRAINED, RecordedGroup, TrajectoryFileWriter
 from slipstream.wire.messages.broker import DeliveredGroup
+from slipstream.wire.messages.codec import decode_transcript
+from slipstream.wire.messages.trajectory import Turn
+from slipstream.wire.settings.sections import RunSection
 
 
 def recorded(*steps: int) -> Iterator[RecordedGroup]:
@@ -61,3 +73,47 @@ def test_steps_that_were_not_recorded_whole_are_refused_unless_the_run_ends_befo
         except ConfigError as refusal:
             found = str(refusal)
         assert re.search(why or "^$", found), found
+
+
+def demonstrations(
+    path: Path, rows: int, *, shuffles: bool = True, seed: int = 0
+) -> Demonstrations:
+    if not path.exists():
+        writer = TrajectoryFileWriter(path)
+        for number in range(rows):
+            tokens = DemonstratedTokens([7, 8, 9], (Turn(1, 2),), (), ("a", "b"))
+            writer.append([demonstrated_group(tokens, number)])
+        writer.close()
+    settings = LearnerSettings(
+        run=RunSection(groups_per_step=4, seed=seed),
+        learner=LearnerSection(),
+        algo=AlgoSection(),
+        weightbus=WeightBusSection(),
+        shuffles=shuffles,
+    )
+    return Demonstrations(path, settings)
+
+
+def taken(file: Demonstrations, steps: range) -> list[int]:
+    """Return the rows that some steps train, by the text that each was written with."""
+    batches = [file.at(step) for step in steps]
+    return [
+        decode_transcript(memoryview(group.transcripts[0])).prompt.row
+        for batch in batches
+        for group in batch.groups
+    ]
+
+
+def test_demonstrations_come_once_per_epoch_in_an_order_of_the_seed(tmp_path: Path):
+    path = tmp_path / "a.trajectories"
+    file = demonstrations(path, 10)
+    rows = taken(file, range(5))
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert rows[:10] != rows[10:]
+    assert taken(demonstrations(path, 10), range(3, 5)) == rows[12:]
+    assert taken(demonstrations(path, 10, seed=1), range(5)) != rows
+    assert taken(demonstrations(path, 10, shuffles=False), range(5)) == [*range(10)] * 2
+    batch = file.at(3)
+    headers = [group.group.trajectories[0].header for group in batch.groups]
+    assert [header.group_id for header in headers] == [12, 13, 14, 15]
+    assert {header.oldest_version.step for header in headers} == {3}
