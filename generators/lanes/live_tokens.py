@@ -2,9 +2,9 @@
 
 A trajectory of several turns lives from its lease to its end. Its prefix stays in the cache while
 it sleeps, because its environment answers: were it evicted, its next call would compute it again.
-So each counts with what trajectories have on average over their calls, or with what it has and its
-next call may add, if that is more. New trajectories alone wait for room: calls of live ones never
-do.
+All count with what trajectories have on average over their calls, or with what they have and their
+next calls add, if that is more. Each counts a prompt that siblings share: this is the slack for
+what the averages do not foresee. New trajectories alone wait for room: calls of live ones never do.
 """
 
 from collections.abc import Hashable
@@ -69,5 +69,8 @@ class LiveTokens:
         """
         mean = min(self._longest, self.mean_tokens)
         added = self._ended_tokens / self._ended_calls
-        needs = (max(mean, min(self._longest, held.tokens + added)) for held in self._live.values())
-        return int((capacity_tokens - sum(needs)) // mean) - num_promised
+        soon = sum(
+            min(self._longest, held.tokens + added) if held.calls else mean
+            for held in self._live.values()
+        )
+        return int((capacity_tokens - max(soon, mean * len(self._live))) // mean) - num_promised

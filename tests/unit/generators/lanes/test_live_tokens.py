@@ -62,6 +62,21 @@ def test_the_average_is_over_calls_and_not_what_trajectories_have_at_their_end()
     assert 250 <= live.mean_tokens < 260
 
 
+def test_young_ones_have_the_room_that_old_ones_need_beyond_the_average():
+    live = LiveTokens(LONGEST)
+    for number in range(400):
+        live.begin(number)
+        for size in range(20, 800, 40):
+            live.hold(number, size)
+        live.end(number)
+    for number, size in enumerate([100, 700] * 8):
+        live.begin(number)
+        live.hold(number, size)
+    assert 21 <= live.num_fitting(16_000, 0) <= 22, "each has 400 on average, and gets some 40 more"
+    live.begin("new")
+    assert 20 <= live.num_fitting(16_000, 0) <= 21, "one that has no tokens yet counts with 400"
+
+
 def test_short_ones_that_end_first_do_not_let_many_begin():
     live = LiveTokens(LONGEST)
     for number in range(8):
