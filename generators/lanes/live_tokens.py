@@ -58,7 +58,8 @@ class LiveTokens:
         Short ones end first. While few have ended, the tokens of live ones raise the average.
         """
         live = sum(held.tokens for held in self._live.values())
-        return self._ended_tokens_of_calls / self._ended_calls * (1.0 + live / self._ended_tokens)
+        mean = self._ended_tokens_of_calls / self._ended_calls * (1.0 + live / self._ended_tokens)
+        return min(self._longest, mean)
 
     def num_fitting(self, capacity_tokens: int, num_promised: int) -> int:
         """Return how many more trajectories fit; negative if live ones need more than there is.
@@ -67,7 +68,7 @@ class LiveTokens:
             capacity_tokens: Capacity of the cache.
             num_promised: Trajectories that are leased and have not begun.
         """
-        mean = min(self._longest, self.mean_tokens)
+        mean = self.mean_tokens
         added = self._ended_tokens / self._ended_calls
         soon = sum(
             min(self._longest, held.tokens + added) if held.calls else mean
