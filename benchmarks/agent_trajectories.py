@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import aiohttp
 from typing_extensions import override
@@ -170,14 +170,6 @@ class ScriptedEngine(SglangEngine):
             reply += answers[0].get("output_ids", ())
         await self._tally.unless_over()
         return answers
-
-
-class Feed(Protocol):
-    """A source of trajectories."""
-
-    async def run(self) -> None:
-        """Begin trajectories for ever, as the engine has room."""
-        ...
 
 
 class LanesFeed:

@@ -34,7 +34,6 @@ from benchmarks.agent_trajectories import (
     ITEM,
     TIMEOUT_S,
     BareFeed,
-    Feed,
     LanesFeed,
     Measured,
     Replies,
@@ -160,17 +159,12 @@ class Bench:
             http = await cleanup.enter_async_context(opening)
             await _forget(process, http)
             feed = await self._feed(cleanup, process, http, settings, setting, tally)
-            feeding = asyncio.create_task(feed.run())
-            measuring = asyncio.create_task(self._window(tally, process, http, is_short=is_short))
-            await asyncio.wait({feeding, measuring}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (feeding, measuring):
-                if not task.done():
-                    task.cancel()
-                    await asyncio.wait({task})
-                if task is feeding and not task.cancelled():
-                    task.result()  # raises: it never ends by itself
+            async with asyncio.TaskGroup() as tasks:
+                feeding = tasks.create_task(feed.run())
+                found = await self._window(tally, process, http, is_short=is_short)
+                feeding.cancel()
             self._said.setdefault(setting.latency_ms is None, tally.said)
-            return measuring.result()
+            return found
 
     async def _window(
         self, tally: Tally, process: SglangProcess, http: aiohttp.ClientSession, *, is_short: bool
@@ -196,7 +190,7 @@ class Bench:
         settings: GeneratorSettings,
         setting: Setting,
         tally: Tally,
-    ) -> Feed:
+    ) -> LanesFeed | BareFeed:
         if setting.is_bare:
             said = self._said[setting.latency_ms is None]
             return BareFeed(process, http, self._replies, tally, said, sequences=self._sequences)

@@ -58,7 +58,10 @@ _REFUSED = {
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
 # Flags that are on here, and may be off.
-_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule", "enable_mixed_chunk")
+_SWITCHED_ON = (
+    *("enable_fp32_lm_head", "disable_overlap_schedule", "enable_mixed_chunk"),
+    "enable_session_radix_cache",
+)
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
 _MAX_GENERATORS = 10_000  # served by one relay
@@ -73,8 +76,8 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     ends the run. They win over the flags that Slipstream sets itself. One of these is
     `enable_fp32_lm_head`, logits in float32 as the learner computes them: in bfloat16 a logprob is
     off by 0.02 nats on average. Set it to `false` for the engine's own type. Others, with
-    `weightbus.in_flight = "retract"`, are `disable_overlap_schedule`, `false` on a GPU, and
-    `enable_mixed_chunk`, `true` with environments.
+    `weightbus.in_flight = "retract"`, are `disable_overlap_schedule`, `false` on a GPU, and with
+    environments `enable_mixed_chunk` and `enable_session_radix_cache`.
     """
 
     count: AtLeast0 = 2

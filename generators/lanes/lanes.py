@@ -52,6 +52,7 @@ class Lanes:
         self._live = live
         self._capacity_tokens = 0  # unknown until the load is observed
         self._num_promised = 0  # booked sequences that have not begun
+        self._has_told_of_cache = False
         self._most_outside = most_outside
         self._outside = MeanCount(now)
         self._now = now
@@ -74,12 +75,15 @@ class Lanes:
         number: at one moment many may be between two replies. But only whole groups are booked that
         the cache has room for, or as many as must always fit.
         """
-        lanes = self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
         if self._live is None:
-            return lanes
+            return self._unbooked
         fitting = self._live.num_fitting(self._capacity_tokens, self._num_promised)
         fitting -= fitting % self._within.step
-        return min(lanes, max(fitting, self._within.lowest - self._booked))
+        return min(self._unbooked, max(fitting, self._within.lowest - self._booked))
+
+    @property
+    def _unbooked(self) -> int:
+        return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
 
     async def until_free(self) -> None:
         """Wait for a lane."""
@@ -124,7 +128,22 @@ class Lanes:
                 100 * load.kv_use,
                 load.num_retractions,
             )
+        self._tell_of_cache()
         self._changed.set()
+
+    def _tell_of_cache(self) -> None:
+        """Say once that the cache alone holds back new trajectories."""
+        if self._live is None or self._has_told_of_cache or self._unbooked < self._within.step:
+            return
+        if self.free < self._within.step:
+            self._has_told_of_cache = True
+            _log.info(
+                "new trajectories wait for room in the KV cache: %d live ones take %.0f of its %d "
+                "tokens each",
+                self._booked,
+                self._live.mean_tokens,
+                self._capacity_tokens,
+            )
 
     async def _come_in(self) -> None:
         while self.in_flight >= self.limit:

@@ -2,9 +2,9 @@
 
 A trajectory of several turns lives from its lease to its end. Its prefix stays in the cache while
 it sleeps, because its environment answers: were it evicted, its next call would compute it again.
-So each counts with what trajectories have on average over their calls, or with what it has and its
-next call may add, if that is more. New trajectories alone wait for room: calls of live ones never
-do.
+All count with what trajectories have on average over their calls, or with what they have and their
+next calls add, if that is more. Each counts a prompt that siblings share: this is the slack for
+what the averages do not foresee. New trajectories alone wait for room: calls of live ones never do.
 """
 
 from collections.abc import Hashable
@@ -58,7 +58,8 @@ class LiveTokens:
         Short ones end first. While few have ended, the tokens of live ones raise the average.
         """
         live = sum(held.tokens for held in self._live.values())
-        return self._ended_tokens_of_calls / self._ended_calls * (1.0 + live / self._ended_tokens)
+        mean = self._ended_tokens_of_calls / self._ended_calls * (1.0 + live / self._ended_tokens)
+        return min(self._longest, mean)
 
     def num_fitting(self, capacity_tokens: int, num_promised: int) -> int:
         """Return how many more trajectories fit; negative if live ones need more than there is.
@@ -67,7 +68,10 @@ class LiveTokens:
             capacity_tokens: Capacity of the cache.
             num_promised: Trajectories that are leased and have not begun.
         """
-        mean = min(self._longest, self.mean_tokens)
+        mean = self.mean_tokens
         added = self._ended_tokens / self._ended_calls
-        needs = (max(mean, min(self._longest, held.tokens + added)) for held in self._live.values())
-        return int((capacity_tokens - sum(needs)) // mean) - num_promised
+        soon = sum(
+            min(self._longest, held.tokens + added) if held.calls else mean
+            for held in self._live.values()
+        )
+        return int((capacity_tokens - max(soon, mean * len(self._live))) // mean) - num_promised

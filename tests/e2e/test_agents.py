@@ -111,8 +111,10 @@ def test_environments_on_a_server_that_fail_are_tried_again_and_what_never_works
     What is trained is what was sampled, turn by turn. Keys, server and run are those of the guide.
     """
     (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "failures").mkdir()
-    options = {"environment.options.failures": tmp_path / "failures"}
+    failures = tmp_path / "failures"
+    failures.mkdir()
+    failures.chmod(0o777)  # root's environments write what everybody may
+    options = {"environment.options.failures": failures}
     served = options | {"environment.function": f"{tmp_path / 'env.py'}:Sums"}
     with environment_server(tmp_path, served) as there:
         run = run_in(

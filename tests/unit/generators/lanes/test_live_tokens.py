@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,21 @@ def test_the_average_is_over_calls_and_not_what_trajectories_have_at_their_end()
     assert 250 <= live.mean_tokens < 260
 
 
+def test_young_ones_have_the_room_that_old_ones_need_beyond_the_average():
+    live = LiveTokens(LONGEST)
+    for number in range(400):
+        live.begin(number)
+        for size in range(20, 800, 40):
+            live.hold(number, size)
+        live.end(number)
+    for number, size in enumerate([100, 700] * 8):
+        live.begin(number)
+        live.hold(number, size)
+    assert 21 <= live.num_fitting(16_000, 0) <= 22, "each has 400 on average, and gets some 40 more"
+    live.begin("new")
+    assert 20 <= live.num_fitting(16_000, 0) <= 21, "one that has no tokens yet counts with 400"
+
+
 def test_short_ones_that_end_first_do_not_let_many_begin():
     live = LiveTokens(LONGEST)
     for number in range(8):
@@ -94,9 +110,8 @@ def test_no_more_begin_than_fit_with_what_each_has_now(
         live.begin(number)
         live.hold(number, size)
     fitting = live.num_fitting(capacity, num_promised)
-    mean = min(LONGEST, live.mean_tokens)
     if fitting > 0:
-        assert sum(held) + (fitting + num_promised) * mean <= capacity
+        assert sum(held) + (fitting + num_promised) * live.mean_tokens <= capacity
     live.begin("new")
     assert live.num_fitting(capacity, num_promised) < fitting
 
@@ -134,6 +149,21 @@ async def test_no_group_is_taken_while_the_cache_is_full_of_sleeping_ones():
     first.close()
     second.close()
     assert lanes.free == 8
+
+
+async def test_the_log_says_once_that_the_cache_holds_back_trajectories(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO")
+    lanes = lanes_with(10_000)
+    assert not caplog.messages
+    bookings = [await entered(lanes) for _ in range(2)]
+    for _ in range(2):
+        lanes.observe(load(10_000))
+    told = "new trajectories wait for room in the KV cache: 8 live ones take 1000 of its 10000"
+    assert caplog.messages == [f"{told} tokens each"]
+    for booking in bookings:
+        booking.close()
 
 
 async def test_one_group_is_always_taken_and_live_ones_go_on_in_a_cache_that_is_too_small():

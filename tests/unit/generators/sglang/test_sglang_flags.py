@@ -112,17 +112,16 @@ def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_wei
 
 
 def test_prefixes_have_trajectories_where_these_have_several_turns(tmp_path: Path):
-    environment = {"function": "a.py:A"}
-    for section, in_flight, has in [
-        (environment, "retract", True),
-        ({}, "retract", False),
-        (environment, "in_place", False),
+    environment: dict[str, object] = {"function": "a.py:A"}
+    off = {"sglang": {"enable_session_radix_cache": False}}
+    for sections, expected in [
+        ({"environment": environment}, True),
+        ({"environment": environment, "generators": off}, False),
+        ({}, None),
+        ({"environment": environment, "weightbus": {"in_flight": "in_place"}}, None),
     ]:
-        settings = generator_settings_of(
-            tmp_path, environment=section, weightbus={"in_flight": in_flight}
-        )
-        found = server_flags(settings, port=1, api_key="k", seed_of="g", packages=PACKAGES)
-        assert ("enable_session_radix_cache" in found) is has
+        found = defaults(tmp_path, PACKAGES, **sections)
+        assert found.get("enable_session_radix_cache") is expected
 
 
 def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
