@@ -1,4 +1,5 @@
 import types
+from dataclasses import make_dataclass
 from types import SimpleNamespace as Request
 
 import pytest
@@ -118,6 +119,12 @@ def test_a_line_is_left_out_of_a_method_that_has_it_once():
     for name, line, count in [("plan", "and waiting < 4", 0), ("twice", "number += 1", 2)]:
         with pytest.raises(ConfigError, match=rf"Planner\.{name} has {count} lines `"):
             leave_out(Planner, name, line)
+
+
+def test_a_method_without_its_source_is_refused():
+    made = make_dataclass("Made", ["limit"])
+    with pytest.raises(ConfigError, match=r"Made\.__init__ has no source, .* its \.py files"):
+        leave_out(made, "__init__", "self.limit = limit")
 
 
 NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")

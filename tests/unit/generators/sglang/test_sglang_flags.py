@@ -113,16 +113,22 @@ def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_wei
 
 def test_prefixes_have_trajectories_where_these_have_several_turns(tmp_path: Path):
     environment = {"function": "a.py:A"}
-    for section, in_flight, has in [
-        (environment, "retract", True),
-        ({}, "retract", False),
-        (environment, "in_place", False),
+    for section, in_flight, sglang, has in [
+        (environment, "retract", {}, True),
+        ({}, "retract", {}, False),
+        (environment, "in_place", {}, False),
+        (environment, "retract", {"disable_radix_cache": True}, False),
+        (environment, "retract", {"enable_session_radix_cache": False}, False),
     ]:
         settings = generator_settings_of(
-            tmp_path, environment=section, weightbus={"in_flight": in_flight}
+            tmp_path,
+            environment=section,
+            weightbus={"in_flight": in_flight},
+            generators={"sglang": sglang},
         )
-        found = server_flags(settings, port=1, api_key="k", seed_of="g", packages=PACKAGES)
-        assert ("enable_session_radix_cache" in found) is has
+        chosen = device_defaults(settings, PACKAGES)
+        found = server_flags(settings, port=1, api_key="k", seed_of="g", defaults=chosen)
+        assert found.get("enable_session_radix_cache", False) is has
 
 
 def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
