@@ -26,7 +26,7 @@ def test_only_the_release_that_the_corrections_were_written_for_is_taken():
             check_version(other)
 
 
-def test_a_flush_forgets_prefixes_and_not_whose_they_are():
+def test_a_flush_forgets_prefixes_and_not_whose_they_are_and_what_ended_stays_ended():
     class Tracker:
         def __init__(self) -> None:
             self.forgotten = 0
@@ -34,8 +34,13 @@ def test_a_flush_forgets_prefixes_and_not_whose_they_are():
 
         def reset(self) -> None:
             self.sessions: dict[str, int] = {}
+            self._closed_session_ids: set[str] = set()
             self.counter = 0
             flushes.append("forgets")
+
+        def ensure_session_generation(self, session_id: str) -> int:
+            self._closed_session_ids.discard(session_id)
+            return self.sessions.setdefault(session_id, 7)
 
     flushes: list[str] = []
     module = types.ModuleType("session_ref_tracker")
@@ -46,6 +51,10 @@ def test_a_flush_forgets_prefixes_and_not_whose_they_are():
     tracker.reset()
     assert flushes == ["forgets", "forgets"]
     assert (tracker.sessions, tracker.counter) == ({"a": 1}, 1)
+    tracker._closed_session_ids.add("ended")
+    assert tracker.ensure_session_generation("ended") == 0
+    assert tracker.ensure_session_generation("new") == 7
+    assert tracker.sessions == {"a": 1, "new": 7}
 
 
 def test_what_is_not_there_is_not_replaced():
