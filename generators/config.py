@@ -59,7 +59,9 @@ _REFUSED = {
 }
 # Flags that are on here, and may be off.
 _SWITCHED_ON = (
-    *("enable_fp32_lm_head", "disable_overlap_schedule", "enable_mixed_chunk"),
+    "enable_fp32_lm_head",
+    "disable_overlap_schedule",
+    "enable_mixed_chunk",
     "enable_session_radix_cache",
 )
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
@@ -197,6 +199,17 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
             return self.environment.longest(self.sampling)
         responses = self.sampling.max_response_tokens, self.eval.max_response_tokens
         return self.sampling.max_prompt_tokens + max(responses)
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """True if the cache keeps the prefixes of live trajectories of several turns."""
+        flags = self.generators.sglang
+        return (
+            self.environment.is_named
+            and self.weightbus.in_flight == "retract"
+            and not flags.get("disable_radix_cache", False)
+            and bool(flags.get("enable_session_radix_cache", True))
+        )
 
     @property
     def most_outside(self) -> int:

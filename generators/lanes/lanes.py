@@ -319,10 +319,10 @@ def lanes_of(settings: GeneratorSettings) -> Lanes:
         step=group_size,
     )
     follows_load = settings.generators.concurrency == "adaptive"
-    keeps_prefixes = settings.environment.is_named and settings.weightbus.in_flight == "retract"
+    counts_live = follows_load and settings.keeps_sessions
     return Lanes(
         within,
         longest_tokens=settings.longest_tokens if follows_load else None,
         most_outside=settings.most_outside,
-        live=LiveTokens(settings.longest_tokens) if follows_load and keeps_prefixes else None,
+        live=LiveTokens(settings.longest_tokens) if counts_live else None,
     )

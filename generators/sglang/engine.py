@@ -101,6 +101,7 @@ class SglangEngine:
         control_timeout_s: float,
         load_timeout_s: float | None = None,
         in_flight: Literal["retract", "in_place"] = "retract",
+        keeps_sessions: bool = True,
         num_ranks: int = 1,
         kept_s: float = KEPT_S,
     ) -> None:
@@ -108,12 +109,14 @@ class SglangEngine:
 
         ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; with
         None both limits are equal. ``in_flight`` is the effect of a pause on unfinished responses
-        (weightbus.in_flight); with in_place the server must cache no prefixes. The server's tensors
+        (weightbus.in_flight); with in_place the server must cache no prefixes. With
+        ``keeps_sessions`` it must have a session cache, which learns of ends. The server's tensors
         are split over ``num_ranks``. A connection that is idle for ``kept_s`` is closed.
         """
         self._num_ranks = num_ranks
         self._url = url
         self._in_flight = in_flight
+        self._keeps_sessions = keeps_sessions
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=kept_s),
@@ -187,8 +190,8 @@ class SglangEngine:
 
     def end_session(self, session: str) -> None:
         """Have the server evict a session's prefixes before those of others; waits for nothing."""
-        if not self._forgets_prefixes:
-            return  # it has none
+        if not self._keeps_sessions:
+            return
         ending = asyncio.create_task(self._end_session(session))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)

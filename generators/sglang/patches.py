@@ -45,6 +45,7 @@ _HEADER = re.compile(
 _CLOSING = re.compile(r"eo[mt]|end|close|suffix", re.IGNORECASE)
 _CALLING = re.compile(r"call|invoke|function|tool|param", re.IGNORECASE)
 _GROUP_TIMEOUT_S = 120.0  # default
+_ENDED = 0  # no session's generation; SGLang counts from 1
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
@@ -518,20 +519,25 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
 
 
 def keep_sessions(module: ModuleType) -> None:
-    """Have a flush of the prefix cache forget prefixes, and not whose they were.
+    """Have sessions begin with a request, stay when the prefix cache is flushed, and end for good.
 
-    SGLang also forgets the sessions: the prefixes of responses that a pause retracted would have no
-    session, and be evicted first while their trajectories live. Remove when SGLang keeps sessions.
+    A flush of SGLang forgets them: the prefixes of responses that a pause retracted would have no
+    session, and be evicted first while their trajectories live. And a request that a pause kept
+    back opens its session again, if that ended meanwhile. Remove when SGLang does neither.
     """
     tracker = module.UnifiedSessionRefTracker
-    forget = tracker.reset
+    forget, find = tracker.reset, tracker.ensure_session_generation
 
     def reset(self: Any) -> None:  # noqa: ANN401
         kept = vars(self).copy()
         forget(self)
         vars(self).update(kept)
 
+    def ensure_session_generation(self: Any, session_id: str) -> int:  # noqa: ANN401
+        return _ENDED if session_id in self._closed_session_ids else find(self, session_id)
+
     replace(tracker, "reset", reset)
+    replace(tracker, "ensure_session_generation", ensure_session_generation)
 
 
 def _keep_seeds(module: ModuleType) -> None:

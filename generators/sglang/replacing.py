@@ -38,10 +38,16 @@ def leave_out(owner: type, name: str, line: str) -> None:
     """Replace a method by its own source without one line, where no smaller part has a name.
 
     Raises:
-        ConfigError: the method has this line not once.
+        ConfigError: the method has this line not once, or was installed without its source.
     """
     method = vars(owner)[name]
-    lines, first = inspect.getsourcelines(method)
+    try:
+        lines, first = inspect.getsourcelines(method)
+    except OSError as error:
+        raise ConfigError(
+            f"{owner.__name__}.{name} has no source, of which patches.py of generators/sglang "
+            f"leaves a line out: install SGLang {SGLANG_VERSION} with its .py files ({error})"
+        ) from error
     found = [number for number, text in enumerate(lines) if text.strip() == line]
     if len(found) != 1:
         raise ConfigError(

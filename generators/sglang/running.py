@@ -93,6 +93,7 @@ def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngi
         "control_timeout_s": settings.weightbus.timeout_s,
         "load_timeout_s": settings.weightbus.receive_timeout_s,
         "num_ranks": settings.generators.num_ranks,
+        "keeps_sessions": settings.keeps_sessions,
     }
     if settings.lora.is_named:
         return AdapterEngine(

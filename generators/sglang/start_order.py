@@ -95,7 +95,7 @@ def server_flags(
     }
     if settings.weightbus.in_flight == "in_place":
         flags["disable_radix_cache"] = True  # its prefixes cannot be forgotten amid responses
-    elif settings.environment.is_named:
+    if settings.keeps_sessions:
         flags["enable_session_radix_cache"] = True  # keeps its tree in Python, not in Rust
     if settings.run.routing_replay == "R3":
         flags["enable_return_routed_experts"] = True

@@ -194,15 +194,16 @@ async def test_a_group_that_ends_before_it_begins_promises_nothing_more():
 
 def test_live_ones_count_where_prefixes_are_kept_and_the_number_is_not_fixed(tmp_path: Path):
     environment = {"function": "a.py:A"}
-    for concurrency, in_flight, section, count in [
-        ("adaptive", "retract", environment, True),
-        ("adaptive", "in_place", environment, False),
-        ("adaptive", "retract", {}, False),
-        ("fixed", "retract", environment, False),
+    for concurrency, in_flight, section, sglang, count in [
+        ("adaptive", "retract", environment, {}, True),
+        ("adaptive", "in_place", environment, {}, False),
+        ("adaptive", "retract", environment, {"disable_radix_cache": True}, False),
+        ("adaptive", "retract", {}, {}, False),
+        ("fixed", "retract", environment, {}, False),
     ]:
         settings = generator_settings_of(
             tmp_path,
-            generators={"concurrency": concurrency, "device": "cpu"},
+            generators={"concurrency": concurrency, "device": "cpu", "sglang": sglang},
             weightbus={"in_flight": in_flight},
             environment=section,
         )

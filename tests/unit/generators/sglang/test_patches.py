@@ -1,4 +1,5 @@
 import types
+from dataclasses import make_dataclass
 from types import SimpleNamespace as Request
 
 import pytest
@@ -25,7 +26,7 @@ def test_only_the_release_that_the_corrections_were_written_for_is_taken():
             check_version(other)
 
 
-def test_a_flush_forgets_prefixes_and_not_whose_they_are():
+def test_a_flush_forgets_prefixes_and_not_whose_they_are_and_what_ended_stays_ended():
     class Tracker:
         def __init__(self) -> None:
             self.forgotten = 0
@@ -33,8 +34,13 @@ def test_a_flush_forgets_prefixes_and_not_whose_they_are():
 
         def reset(self) -> None:
             self.sessions: dict[str, int] = {}
+            self._closed_session_ids: set[str] = set()
             self.counter = 0
             flushes.append("forgets")
+
+        def ensure_session_generation(self, session_id: str) -> int:
+            self._closed_session_ids.discard(session_id)
+            return self.sessions.setdefault(session_id, 7)
 
     flushes: list[str] = []
     module = types.ModuleType("session_ref_tracker")
@@ -45,6 +51,10 @@ def test_a_flush_forgets_prefixes_and_not_whose_they_are():
     tracker.reset()
     assert flushes == ["forgets", "forgets"]
     assert (tracker.sessions, tracker.counter) == ({"a": 1}, 1)
+    tracker._closed_session_ids.add("ended")
+    assert tracker.ensure_session_generation("ended") == 0
+    assert tracker.ensure_session_generation("new") == 7
+    assert tracker.sessions == {"a": 1, "new": 7}
 
 
 def test_what_is_not_there_is_not_replaced():
@@ -118,6 +128,12 @@ def test_a_line_is_left_out_of_a_method_that_has_it_once():
     for name, line, count in [("plan", "and waiting < 4", 0), ("twice", "number += 1", 2)]:
         with pytest.raises(ConfigError, match=rf"Planner\.{name} has {count} lines `"):
             leave_out(Planner, name, line)
+
+
+def test_a_method_without_its_source_is_refused():
+    made = make_dataclass("Made", ["limit"])
+    with pytest.raises(ConfigError, match=r"Made\.__init__ has no source, .* its \.py files"):
+        leave_out(made, "__init__", "self.limit = limit")
 
 
 NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")

@@ -66,11 +66,11 @@ async def test_the_end_of_a_session_is_told_without_waiting_and_may_fail(status:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     engine = SglangEngine(url, "key", request_timeout_s=HANG_S, control_timeout_s=HANG_S)
-    in_place = SglangEngine(
-        url, "key", request_timeout_s=HANG_S, control_timeout_s=HANG_S, in_flight="in_place"
+    without = SglangEngine(
+        url, "key", request_timeout_s=HANG_S, control_timeout_s=HANG_S, keeps_sessions=False
     )
     try:
-        in_place.end_session("has no prefixes")
+        without.end_session("has no prefixes")
         engine.end_session("a")
         async with asyncio.timeout(HANG_S):
             await has_told.wait()
@@ -81,7 +81,7 @@ async def test_the_end_of_a_session_is_told_without_waiting_and_may_fail(status:
     finally:
         async with asyncio.timeout(HANG_S):
             await engine.close()
-            await in_place.close()
+            await without.close()
         may_answer.set()
         await runner.cleanup()
     assert told[0] == ("/close_session", {"session_id": "a"})

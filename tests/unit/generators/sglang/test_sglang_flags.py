@@ -113,15 +113,21 @@ def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_wei
 
 def test_prefixes_have_trajectories_where_these_have_several_turns(tmp_path: Path):
     environment: dict[str, object] = {"function": "a.py:A"}
-    off = {"sglang": {"enable_session_radix_cache": False}}
+    switched: list[dict[str, object]] = [
+        {"enable_session_radix_cache": False},
+        {"disable_radix_cache": True},
+    ]
     for sections, expected in [
         ({"environment": environment}, True),
-        ({"environment": environment, "generators": off}, False),
-        ({}, None),
-        ({"environment": environment, "weightbus": {"in_flight": "in_place"}}, None),
+        ({}, False),
+        ({"environment": environment, "weightbus": {"in_flight": "in_place"}}, False),
+        *(
+            ({"environment": environment, "generators": {"sglang": flags}}, False)
+            for flags in switched
+        ),
     ]:
         found = defaults(tmp_path, PACKAGES, **sections)
-        assert found.get("enable_session_radix_cache") is expected
+        assert found.get("enable_session_radix_cache", False) is expected
 
 
 def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
