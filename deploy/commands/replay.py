@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Turn this process into the learner of a new run, NAME-replay.
+    """Turn this process into the learner of a new run, NAME-replay; or say how its nodes start.
 
     It starts from run.model, even where the settings are those of a resumed run, and uploads
     nothing, unless an override names run.resume_from or checkpoint.upload.
@@ -79,15 +79,15 @@ def main(arguments: argparse.Namespace) -> int:
         steps = _prepare(demonstrations, settings, data, None if arguments.dry_run else file)
         overrides.append(f"run.steps={steps}")
     words = ["--config", str(config), "--replay", str(file), *overrides, f"run.name={name}"]
-    if arguments.dry_run:
-        words.append("--dry-run")
-    elif settings.layout.nodes > 1:
+    if settings.layout.nodes > 1 and not arguments.dry_run:
         nodes, started = settings.layout.nodes, shlex.join(["start-learner", *words])
         sys.stdout.write(f"{started} --node K --rendezvous HOST:PORT\n")
         _log.warning("%d nodes train this: start each so, K from 0, HOST one of node 0", nodes)
-        return 0
-    command = [sys.executable, "-m", "slipstream.learner.main", *words]
-    os.execv(sys.executable, command)  # noqa: S606 our own program
+    else:
+        dry = ["--dry-run"] if arguments.dry_run else []
+        command = [sys.executable, "-m", "slipstream.learner.main", *words, *dry]
+        os.execv(sys.executable, command)  # noqa: S606 our own program
+    return 0
 
 
 def imitating(table: Table) -> list[str]:

@@ -164,6 +164,14 @@ def test_what_cannot_be_told_apart_is_refused(
         conversation_tokens(codec(tmp_path, template), said(*turns))
 
 
+def test_variables_of_a_row_do_not_move_what_is_trained(tmp_path: Path):
+    text = codec(tmp_path)
+    variables = {"add_generation_prompt": False, "messages": [], "tools": [{}]}
+    turns = said("u-1?", "a-2")
+    expected = conversation_tokens(text, turns)
+    assert conversation_tokens(text, turns, variables=variables) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "field", "value", "found"),
     [
