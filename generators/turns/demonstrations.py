@@ -13,7 +13,7 @@ from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.turns.requests import normalized
 from slipstream.wire.messages.trajectory import Json, Prompt, Turn
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # as files and templates name them
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of it in files and templates
 
 
 @dataclass(frozen=True, slots=True)
