@@ -1,8 +1,10 @@
 """`slipstream replay`: trains on recorded batches or demonstrations, without other roles."""
 
 import argparse
+import filecmp
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Turn this process into the learner of a new run, NAME-replay.
+    """Turn this process into the learner of a new run, NAME-replay; or say how its nodes start.
 
     It starts from run.model, even where the settings are those of a resumed run, and uploads
     nothing, unless an override names run.resume_from or checkpoint.upload.
@@ -76,10 +78,16 @@ def main(arguments: argparse.Namespace) -> int:
         data = section(table, "data", DataSection)
         steps = _prepare(demonstrations, settings, data, None if arguments.dry_run else file)
         overrides.append(f"run.steps={steps}")
-    command = [sys.executable, "-m", "slipstream.learner.main", "--config", str(config)]
-    command += ["--replay", str(file), *(["--dry-run"] if arguments.dry_run else [])]
-    command += [*overrides, f"run.name={name}"]
-    os.execv(sys.executable, command)  # noqa: S606 our own program
+    words = ["--config", str(config), "--replay", str(file), *overrides, f"run.name={name}"]
+    if settings.layout.nodes > 1 and not arguments.dry_run:
+        nodes, started = settings.layout.nodes, shlex.join(["start-learner", *words])
+        sys.stdout.write(f"{started} --node K --rendezvous HOST:PORT\n")
+        _log.warning("%d nodes train this: start each so, K from 0, HOST one of node 0", nodes)
+    else:
+        dry = ["--dry-run"] if arguments.dry_run else []
+        command = [sys.executable, "-m", "slipstream.learner.main", *words, *dry]
+        os.execv(sys.executable, command)  # noqa: S606 our own program
+    return 0
 
 
 def imitating(table: Table) -> list[str]:
@@ -115,7 +123,17 @@ def _prepare(name: str, settings: LearnerSettings, data: DataSection, out: Path 
         raise
     for line in counts.lines(run):
         _log.info("%s", line)
+    if out is not None and settings.resume_from is not None:
+        for other in other_demonstrations(settings.resume_from, out):
+            _log.warning("run.resume_from was trained on other demonstrations: %s", other)
     return counts.steps(run)
+
+
+def other_demonstrations(checkpoint: Path, file: Path) -> list[Path]:
+    """Return the demonstrations of a checkpoint's run that are still there and not these."""
+    trained = checkpoint.absolute().parents[1] / _FILE
+    same = not trained.is_file() or filecmp.cmp(trained, file, shallow=False)
+    return [] if same else [trained]
 
 
 def split_target(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -78,12 +78,12 @@ class ChatTemplate:
             return self._environment.text_of(
                 self._template,
                 {
-                    "messages": list(messages),
-                    "tools": list(tools) if tools else None,
                     "documents": None,
-                    "add_generation_prompt": prompts_reply,
                     **self._variables,
                     **(variables or {}),
+                    "messages": list(messages),
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": prompts_reply,
                 },
             )
         except _RENDERING_ERRORS as error:

@@ -6,12 +6,14 @@ same with the turn. Where a template writes earlier messages otherwise than befo
 out their reasoning), the next turn begins a branch with all that the policy is given there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.turns.requests import normalized
 from slipstream.wire.messages.trajectory import Json, Prompt, Turn
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of it in files and templates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +36,23 @@ def text_tokens(codec: TextCodec, prompt: str, reply: str) -> DemonstratedTokens
     if end is None:
         raise ValueError("the model has no token that ends a response: set sampling.stop_token_ids")
     if prompt:
-        given = codec.tokens(Prompt(prompt=prompt))
-        whole = codec.tokens(Prompt(prompt=prompt + reply))
+        given, whole = _begun(codec, prompt), _begun(codec, prompt + reply)
         keeps = whole[: len(given)] == given  # else a token spans both
         ids = whole if keeps else given + codec.text_ids(reply)
         first = len(given)
     else:
-        ids, first = codec.tokens(Prompt(prompt=reply)), 1
+        ids, first = _begun(codec, reply), 1
     if ids[-1] not in codec.end_token_ids:
         ids = [*ids, end]
     turns = (Turn(first, len(ids) - first),)
     return DemonstratedTokens(ids, turns, (), (prompt, reply))
+
+
+def _begun(codec: TextCodec, text: str) -> list[int]:
+    """Return the tokens of a text, which may begin with the token that the tokenizer puts there."""
+    ids, written = codec.tokens(Prompt(prompt=text)), codec.text_ids(text)
+    is_doubled = len(ids) > len(written) and ids[:2] == written[:1] * 2
+    return ids[1:] if is_doubled else ids
 
 
 def conversation_tokens(
@@ -70,15 +78,21 @@ def conversation_tokens(
     """
     if codec.template is None:
         raise ValueError("the model has no chat template: set sampling.chat_template")
-    plain = [normalized(message) for message in messages]
+    plain = [_complete(message) for message in messages]
     branches: list[list[str]] = []  # each of context and turn, one after the other
     for number, message in enumerate(plain):
         if message["role"] != "assistant" or number < num_given:
             continue
-        before = codec.template.text(plain[:number], tools, variables=variables)
-        after = codec.template.text(
-            plain[: number + 1], tools, prompts_reply=False, variables=variables
-        )
+        try:
+            before, after = (
+                codec.template.text(
+                    plain[:end], tools, prompts_reply=end == number, variables=variables
+                )
+                for end in (number, number + 1)
+            )
+        except ValueError as error:
+            why = f"the chat template refuses turn {number}, or those before it: {error}"
+            raise ValueError(f"{why} (sampling.chat_template)") from error
         turn = _turn(codec, before, after, message, number)
         known = "".join(branches[-1]) if branches else ""
         if known and before.startswith(known) and before != known:
@@ -86,6 +100,11 @@ def conversation_tokens(
         else:
             branches.append([before, turn])
     return _laid_out(codec, branches)
+
+
+def _complete(message: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a message as templates take it, with keys that some of them read alone."""
+    return {name: value for name, value in message.items() if value} | normalized(message)
 
 
 def _turn(
@@ -106,7 +125,8 @@ def _turn(
         same = next(i for i, letter in enumerate(before) if after[i : i + 1] != letter)
         raise ValueError(
             f"the chat template prompts for turn {number} with {before[same:][:100]!r}, and writes "
-            f"{after[same:][:100]!r} where the turn is there (sampling.chat_template_kwargs)"
+            f"{after[same:][:100]!r} where the turn is there (sampling.chat_template, "
+            "sampling.chat_template_kwargs)"
         )
     written = after[len(before) :]
     ends = {codec.token_text(token_id) for token_id in codec.end_token_ids} - {""}
@@ -120,7 +140,22 @@ def _turn(
             f"response ({', '.join(sorted(ends))}): the policy would not learn to end "
             "(sampling.stop_token_ids)"
         )
-    return written[: min(stops)]
+    turn = written[: min(stops)]
+    for what, text in _parts(message):
+        if text not in turn:
+            raise ValueError(
+                f"the chat template leaves {what} out of turn {number} (sampling.chat_template)"
+            )
+    return turn
+
+
+def _parts(message: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """Yield what a template must write of a turn: the name of a field, and text of it."""
+    for name in _THOUGHTS:
+        if isinstance(thought := message.get(name), str):
+            yield name, thought.strip()
+    for call in message.get("tool_calls") or ():
+        yield "tool_calls", call["function"]["name"]
 
 
 def _laid_out(codec: TextCodec, branches: Sequence[Sequence[str]]) -> DemonstratedTokens:

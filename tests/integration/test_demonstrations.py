@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.integration.recorded import finish, rows, start_tool, weights
+from tests.support.bus.remote import free_ports
 from tests.support.chat_model import write_chat_policy
 from tests.support.ranks.run import outputs, start
 from tests.support.waiting import HANG_S
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.integration
 ROWS, PER_STEP, STEPS = 12, 4, 6
 TP2 = ("learner.ranks=2", "learner.tensor_parallel=2")
 DP2 = ("learner.ranks=2",)
+TWO_NODES = (*DP2, "learner.ranks_per_node=1")
 
 
 class Tuning:
@@ -144,6 +147,20 @@ def test_a_resumed_tuning_computes_the_bits_of_an_unstopped_one(tuned: tuple[Tun
     assert losses(resumed) == losses(run)[3:]
     expected = weights(run)
     assert all(tensor.equal(expected[name]) for name, tensor in weights(resumed).items())
+
+
+def test_two_nodes_train_what_one_of_them_read(tuned: tuple[Tuning, Path, str]):
+    tuning, straight, _ = tuned
+    run, printed = tuning.tune("two", *TWO_NODES)
+    (line,) = [line for line in printed.splitlines() if line.startswith("start-learner ")]
+    address = free_ports().removeprefix("tcp://")
+    filled = line.replace("HOST:PORT", address)
+    command = [sys.executable, "-m", "slipstream.learner.main", *shlex.split(filled)[1:]]
+    assert command.count("K") == 1
+    nodes = [start_tool([node if word == "K" else word for word in command]) for node in "01"]
+    for node in nodes:
+        finish(node)
+    assert losses(run) == pytest.approx(losses(straight), rel=1e-4)
 
 
 def test_adapters_learn_on_two_ranks(tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.replay import recorded_file, split_target
+from slipstream.deploy.commands.replay import other_demonstrations, recorded_file, split_target
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BATCHES
 
@@ -26,3 +26,16 @@ def test_a_run_stands_for_its_recorded_batches(tmp_path: Path):
     assert recorded_file(tmp_path / "run") == recorded_file(file) == file
     with pytest.raises(ConfigError, match=rf"is not a trajectory file and holds no {BATCHES}"):
         recorded_file(tmp_path)
+
+
+def test_demonstrations_that_changed_since_a_checkpoint_are_told(tmp_path: Path):
+    file = tmp_path / "new.trajectories"
+    file.write_text("12")
+    trained = tmp_path / "run" / "replay" / "demonstrations.trajectories"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    assert not other_demonstrations(checkpoint, file)
+    trained.parent.mkdir(parents=True)
+    trained.write_text("12")
+    assert not other_demonstrations(checkpoint, file)
+    trained.write_text("13")
+    assert other_demonstrations(checkpoint, file) == [trained]

@@ -204,3 +204,13 @@ def test_scores_of_something_else_are_refused():
     ]:
         with pytest.raises(EngineError, match=why):
             scores_of([scored([1, 2]), answer], SCORED, 2)
+
+
+def test_checksums_are_of_every_rank_that_a_server_has_and_of_no_other():
+    ranks = [
+        {"parallelism_info": [{"tp_rank": rank}], "checksums": {"w": f"c{rank}"}} for rank in (0, 1)
+    ]
+    ask = SglangEngine.checksums
+    assert list(told("/weights_checker", {"ranks": ranks[:1]}, ask)[0].values()) == ["c0"]
+    with pytest.raises(EngineError, match=r"ranks \[0, 1\] answered, it has 1"):
+        told("/weights_checker", {"ranks": ranks}, ask)

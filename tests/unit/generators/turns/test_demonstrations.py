@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.turns.demonstrations import (
@@ -29,7 +29,8 @@ REASONING = (  # leaves reasoning out of replies before the newest question, as 
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
     "({{ m.reasoning_content or think }}){% endif %}"
     "{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.at }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments.at }}"
+    "{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 OPENING = (  # opens a thought that it takes out of replies
@@ -132,10 +133,10 @@ def test_tools_calls_reasoning_and_variables_reach_the_template(tmp_path: Path):
     ]
     tokens = conversation_tokens(text, messages, [{"name": "look"}], variables={"think": "!"})
     assert shown(text, tokens) == [
-        "1 tools\nuser: where?<|im_end|>assistant: [(hm)home<|im_end|>]tool: there<|im_end|>"
+        "1 tools\nuser: where?<|im_end|>assistant: [(hm)look home<|im_end|>]tool: there<|im_end|>"
         "assistant: [(!)there<|im_end|>]"
     ]
-    assert tokens.texts[1:] == ("(hm)home<|im_end|>", "(!)there<|im_end|>")
+    assert tokens.texts[1:] == ("(hm)look home<|im_end|>", "(!)there<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,11 @@ def test_tools_calls_reasoning_and_variables_reach_the_template(tmp_path: Path):
             ("u-1?", "a-2"),
             r"closes turn 1 with 'assistant: 2\\n', where no token ends .*<\|im_end\|>",
         ),
-        ("{{ raise_exception('no') }}", ("u-1?", "a-2"), "^no$"),
+        (
+            "{{ raise_exception('no') }}",
+            ("u-1?", "a-2"),
+            r"^the chat template refuses turn 1, or those before it: no \(sampling",
+        ),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(
@@ -157,6 +162,53 @@ def test_what_cannot_be_told_apart_is_refused(
 ):
     with pytest.raises(ValueError, match=why):
         conversation_tokens(codec(tmp_path, template), said(*turns))
+
+
+def test_variables_of_a_row_do_not_move_what_is_trained(tmp_path: Path):
+    text = codec(tmp_path)
+    variables = {"add_generation_prompt": False, "messages": [], "tools": [{}]}
+    turns = said("u-1?", "a-2")
+    expected = conversation_tokens(text, turns)
+    assert conversation_tokens(text, turns, variables=variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "value", "found"),
+    [
+        (REASONING.replace("reasoning_content", "thinking"), "thinking", "hm", "[(hm)2<|im_end|>]"),
+        (REASONING, "reasoning_content", " hm\n", "[( hm\n)2<|im_end|>]"),
+        (REASONING, "thinking", "hm", "leaves thinking out of turn 1"),
+        (CHATML, "reasoning_content", "hm", "leaves reasoning_content out of turn 1"),
+        (CHATML, "tool_calls", [{"function": {"name": "look"}}], "leaves tool_calls out of turn 1"),
+        (CHATML, "tool_calls", [], "[2<|im_end|>]"),
+        (CHATML, "thinking", None, "[2<|im_end|>]"),
+    ],
+)
+def test_a_thought_or_call_is_in_the_turn_or_refused(
+    tmp_path: Path, template: str, field: str, value: object, found: str
+):
+    text = codec(tmp_path, template)
+    asked, reply = said("u-1?", "a-2")
+    try:
+        tokens = conversation_tokens(text, [asked, {**reply, field: value}])  # type: ignore[dict-item]  # as files have it
+        told = shown(text, tokens)[0]
+    except ValueError as error:
+        told = str(error)
+    assert found in told
+
+
+def test_a_text_that_begins_as_the_tokenizer_begins_it_does_not_begin_twice(tmp_path: Path):
+    folder = write_chat_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = TextCodec(folder, SamplingSection())
+    for prompt in ("1+1=", "<|im_start|>1+1="):
+        tokens = text_tokens(text, prompt, "2")
+        assert shown(text, tokens) == ["<|im_start|>1+1=[2<|im_end|>]"]
+        assert text_tokens(text, "", f"{prompt}2").token_ids == tokens.token_ids
 
 
 def test_a_text_ends_with_one_token_that_ends_a_response(tmp_path: Path):

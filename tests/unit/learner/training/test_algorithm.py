@@ -112,3 +112,12 @@ def test_policies_beside_the_trained_one_may_be_urls(tmp_path: Path):
     settings = learner_settings(table)
     frozen = frozen_policies(algorithm_of(settings), settings)
     assert [hf.num_hidden_layers for hf in frozen] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "teacher",
+    [{"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}, {"coefficient": 0.0, "model": "gone"}],
+)
+def test_a_teacher_that_is_elsewhere_or_not_asked_is_no_policy_here(model: str, teacher: Table):
+    settings = learner_settings({"run": {"model": model}, "algo": {"teacher": teacher}})
+    assert frozen_policies(algorithm_of(settings), settings) == []
