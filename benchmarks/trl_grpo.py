@@ -7,13 +7,23 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+
+_PAGE = 64  # tokens of a page of the cache of continuous batching
+
+
+def _cache(job: dict[str, Any]) -> dict[str, int]:
+    """Return a cache in which all answers fit: what transformers looks for is a GPU's memory."""
+    pages = job["samples"] * -(-(job["limits"][1] + job["prompt_tokens"]) // _PAGE)
+    return {"page_size": _PAGE, "num_blocks": pages, "max_batch_tokens": 1024}
 
 
 def main() -> int:
     folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
     minimum, limit = job["limits"]
+    fixed = minimum == limit  # continuous batching knows no min_new_tokens
     sys.path.extend([job["path"]] if job["path"] else [])
     torch.set_num_threads(job["threads"])
     from datasets import Dataset
@@ -45,6 +55,7 @@ def main() -> int:
             print(f"step {state.global_step}", flush=True)
 
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=job["dtype"])
     trainer = GRPOTrainer(
         model=model,
@@ -59,7 +70,9 @@ def main() -> int:
             gradient_accumulation_steps=job["samples"] // job["microbatch"],
             num_generations=8,
             max_completion_length=limit,
-            generation_kwargs={"min_new_tokens": minimum} if minimum else None,
+            generation_kwargs={"suppress_tokens": [tokenizer.eos_token_id]} if fixed else None,
+            use_transformers_continuous_batching=job["continuous"],
+            transformers_continuous_batching_config=_cache(job) if job["continuous"] else None,
             temperature=1.0,
             beta=0.0,
             loss_type="dapo",
@@ -70,7 +83,7 @@ def main() -> int:
             disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        processing_class=tokenizer,
         callbacks=[Steps()],
     )
     trainer.train()
