@@ -176,6 +176,7 @@ def run_trl(
     folder: Path, job: Mapping[str, object], heard: Callable[[str], None] = lambda _: None
 ) -> list[Reading]:
     """Do a run of TRL; return a reading per step. ``heard`` gets each line that it prints."""
+    job = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, **job}
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     return run_command(command, environment, heard)
