@@ -99,7 +99,10 @@ def seconds_to(points: Sequence[Point], figure: str, gain: float = GAIN) -> floa
 def ratio(
     ours: Mapping[int, Sequence[Point]], theirs: Mapping[int, Sequence[Point]], figure: str
 ) -> float | NotRun:
-    """Return the median over pairs of our seconds to the gain as a part of theirs."""
+    """Return the median over pairs of our seconds to the gain as a part of theirs.
+
+    Where theirs has no such gain, the seconds of its whole run count: it takes longer than they.
+    """
     pairs = sorted(set(ours) & set(theirs))
     if not pairs:
         return NotRun("no seed was ended by both")
@@ -108,7 +111,7 @@ def ratio(
         a, b = seconds_to(ours[seed], figure), seconds_to(theirs[seed], figure)
         if a is None:
             return NotRun(f"seed {seed} of {OURS} did not gain {GAIN:g}")
-        parts.append(0.0 if b is None else a / b)  # never is later than anything
+        parts.append(a / (getattr(theirs[seed][-1], figure) if b is None else b))
     return statistics.median(parts)
 
 
