@@ -35,7 +35,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 GROUP_SIZE = 4
 MOST_SEQUENCES = 256
-FIXED = (32, 64, MOST_SEQUENCES)
+FIXED = (32, 40, 48, 64, MOST_SEQUENCES)  # some forty fit
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 16, 896
 CACHED_TOKENS = 12_288
 NEEDS_OF_BEST = 0.9

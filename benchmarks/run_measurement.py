@@ -146,17 +146,29 @@ def run_slipstream(
     return readings
 
 
-def run_command(command: list[str], environment: Mapping[str, str]) -> list[Reading]:
-    """Run a program that prints ``step N`` after each step; return a reading per step."""
+def run_command(
+    command: list[str],
+    environment: Mapping[str, str],
+    heard: Callable[[str], None] = lambda _: None,
+) -> list[Reading]:
+    """Run a program that prints ``step N`` after each step; return a reading per step.
+
+    ``heard`` gets each line.
+    """
     step = 0
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
     meter, readings = CpuMeter(process.pid), []
-    for line in process.stdout or ():
-        if line.startswith("step "):
-            step = int(line.split()[1])
-            readings.append(Reading(step, time.monotonic(), meter.read()))
+    try:
+        for line in process.stdout or ():
+            heard(line)
+            if line.startswith("step "):
+                step = int(line.split()[1])
+                readings.append(Reading(step, time.monotonic(), meter.read()))
+    except BaseException:
+        process.kill()
+        raise
     if process.wait() != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     return readings

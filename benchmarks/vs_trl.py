@@ -1,7 +1,9 @@
 """Slipstream against TRL's GRPOTrainer: same policy, prompts, lengths and answers per step.
 
-Measured after the first steps: CPU seconds of all processes, and wall time. Each system gets the
-threads at which it does best in CPU seconds (one per process), and TRL a second wall time with two.
+Measured after the first steps: CPU seconds of all processes, and wall time. Ours has one thread per
+process. TRL (1.16, the newest) generates in padded batches and with transformers' continuous
+batching, each with one thread and with two, and what is best of the four counts, in CPU seconds and
+in wall time by itself. Its third way, vLLM, is left out: PyPI's wheels of it are for CUDA.
 Lengths of the tiny random policies are geometric where nothing forces them; those of
 SmolLM2-135M-Instruct, in bfloat16, are those of its answers to small sums, most short, some at the
 limit (make smollm2 unpacks it; without it, its bars are not run).
@@ -16,7 +18,8 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +56,6 @@ class Policy:
     skipped: int = 4  # steps until the pipeline is filled
     repeats: Mapping[str, int] = field(default_factory=dict)  # by lengths; else as asked for
     microbatch: int = 64  # answers of TRL's forward pass
-    has_two_threads: bool = True  # whether TRL's wall time with two is measured too
     settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -86,6 +88,19 @@ class Policy:
         return NotRun(f"there is no {_SMOLLM2}: `make smollm2` makes it")
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How TRL runs."""
+
+    continuous: bool  # batching of transformers; else padded batches
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"trl-{'continuous' if self.continuous else 'padded'}-{self.threads}"
+
+
+WAYS = tuple(Way(continuous, threads) for continuous in (False, True) for threads in (1, 2))
 POLICIES = (
     Policy(
         name="0.8M", hidden=128, needs={_FIXED: 0.7, _LONG_TAILED: 1.0}, repeats={_LONG_TAILED: 1}
@@ -103,7 +118,6 @@ POLICIES = (
         skipped=2,
         repeats={_FIXED: 1, _LONG_TAILED: 1},
         microbatch=8,  # more does not fit into memory with the longest answers
-        has_two_threads=False,  # a step takes minutes
         settings={
             "sampling.max_prompt_tokens": 64,
             "learner.max_tokens_per_microbatch": 1024,
@@ -158,6 +172,16 @@ def main() -> int:
     return bars.exit_code
 
 
+def run_trl(
+    folder: Path, job: Mapping[str, object], heard: Callable[[str], None] = lambda _: None
+) -> list[Reading]:
+    """Do a run of TRL; return a reading per step. ``heard`` gets each line that it prints."""
+    job = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, **job}
+    command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
+    environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
+    return run_command(command, environment, heard)
+
+
 def missing_trl(path: str) -> NotRun | None:
     """Return why TRL cannot be run: it is neither in the folder nor installed."""
     if path and (Path(path) / "trl").is_dir():
@@ -170,28 +194,33 @@ def missing_trl(path: str) -> NotRun | None:
 
 
 def _compared(policy: Policy, folder: Path, lengths: str, arguments: argparse.Namespace) -> float:
-    """Run both in turns; return our samples per CPU second as a part of TRL's."""
-    title = f"{policy.name} {lengths}"
-    ours: list[tuple[float, float]] = []
-    theirs: list[tuple[float, float]] = []
+    """Run all in turns; return our samples per CPU second as a part of TRL's best."""
+    title, done = f"{policy.name} {lengths}", defaultdict[str, list[tuple[float, float]]](list)
     for repeat in range(policy.repeats.get(lengths, arguments.repeats)):
-        ours.append(_steady(_slipstream(policy, folder, lengths, repeat), policy))
-        theirs.append(_steady(_trl(policy, folder, lengths, arguments.path, threads=1), policy))
-        for system, (wall, cpu) in (("slipstream", ours[-1]), ("trl", theirs[-1])):
+        turns = {"slipstream": _slipstream(policy, folder, lengths, repeat)}
+        for way in WAYS:
+            turns[way.name] = _trl(policy, folder, lengths, arguments.path, way)
+        for system, readings in turns.items():
+            wall, cpu = _steady(readings, policy)
+            done[system].append((wall, cpu))
             print(
                 f"{title} {system} {repeat}: {policy.samples / cpu:.2f} samples per CPU "
                 f"second, {wall:.2f} s a step",
                 flush=True,
             )
-    walls = [median([wall for wall, _ in one]) for one in (ours, theirs)]
-    text = (
-        f"{title} wall per step: slipstream {walls[0]:.2f} s, trl {walls[1]:.2f} s with one thread"
+    walls, cpus = (
+        {system: median([pair[i] for pair in pairs]) for system, pairs in done.items()}
+        for i in (0, 1)
     )
-    if policy.has_two_threads:
-        wall, _ = _steady(_trl(policy, folder, lengths, arguments.path, threads=2), policy)
-        text += f", {wall:.2f} s with two"
-    print(text, flush=True)
-    return median([cpu for _, cpu in theirs]) / median([cpu for _, cpu in ours])
+    best_wall, best_cpu = (
+        min(WAYS, key=lambda way: seconds[way.name]).name for seconds in (walls, cpus)
+    )
+    print(
+        f"{title} wall per step: slipstream {walls['slipstream']:.2f} s, {best_wall} "
+        f"{walls[best_wall]:.2f} s; best in CPU seconds: {best_cpu}",
+        flush=True,
+    )
+    return cpus[best_cpu] / cpus["slipstream"]
 
 
 def _steady(readings: list[Reading], policy: Policy) -> tuple[float, float]:
@@ -214,18 +243,19 @@ def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list
     return run_slipstream(folder, f"{lengths}-{repeat}", settings | dict(policy.settings))
 
 
-def _trl(policy: Policy, folder: Path, lengths: str, path: str, *, threads: int) -> list[Reading]:
+def _trl(policy: Policy, folder: Path, lengths: str, path: str, way: Way) -> list[Reading]:
     job = {
         "steps": policy.steps,
         "limits": policy.limits(lengths),
-        "threads": threads,
+        "prompt_tokens": 64,  # at most
+        "threads": way.threads,
+        "continuous": way.continuous,
         "samples": policy.samples,
         "microbatch": policy.microbatch,
         "dtype": policy.dtype,
         "path": path,
     }
-    command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
-    return run_command(command, {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
+    return run_trl(folder, job)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,22 @@ def test_what_both_ways_compute_differs_by_the_worst_of_loss_and_norms():
 
 
 def test_every_hidden_size_has_bars_of_its_own(capsys: pytest.CaptureFixture[str]):
-    found = {"plain": _figures(), "ours": _figures(peak_bytes=36)}
+    found = {
+        "plain": _figures(),
+        "chunked": _figures(peak_bytes=30, cpu_s=4.0),
+        "ours": _figures(peak_bytes=36),
+    }
     bars = Bars()
     for hidden in HIDDEN:
         rows = report(bars, Sizes(tokens=1024, hidden=hidden, dtype="bfloat16"), found)
-        assert rows[1] == ("1024", str(hidden), "bfloat16", "ours", "0", "0.36", "2.0", "1.00")
+        assert rows[2] == ("1024", str(hidden), "bfloat16", "ours", "0", "0.36", "2.0", "1.00")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bar ")]
     assert lines == [
         line
         for hidden in HIDDEN
         for line in (
             f"bar logprobs_memory_{hidden}: 0.360 of plain (needs <= 0.35): short",
-            f"bar logprobs_cpu_{hidden}: 1.000 of plain (needs <= 1.1): ok",
+            f"bar logprobs_memory_{hidden}_of_best: 1.200 of the best other (needs <= 1): short",
+            f"bar logprobs_cpu_{hidden}: 1.000 of the best other (needs <= 1.1): ok",
         )
     ]
