@@ -43,7 +43,7 @@ _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
 _PARSE = "/parse_function_call"
 _REASONING = "/separate_reasoning"
-KEPT_S = 2.0  # time for an idle connection; the server closes it after 5 s, even under a request
+KEPT_S = 2.0  # time for an idle connection, well below the server's
 
 
 class _ParsedCall(msgspec.Struct, frozen=True):

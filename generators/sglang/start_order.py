@@ -43,6 +43,8 @@ _RUST_TREE_FROM = (2, 13)
 _NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_KEEP_ALIVE = "SGLANG_TIMEOUT_KEEP_ALIVE"
+SERVER_KEEPS_S = 3600  # time after which a server closes an idle connection, even under a request
 _TIES = 64  # room beyond the limit: a kernel keeps all tokens that are as likely as the last
 HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -200,6 +202,8 @@ def environment_of(
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
     environment["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"  # the environment answers them
+    # Longer than a client may stand still between taking a connection and asking; SGLang has 5 s.
+    environment[_KEEP_ALIVE] = str(SERVER_KEEPS_S)
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
     # Its ranks find each other through a file in the private folder. By itself SGLang opens a store
     # of torch, which listens on every interface and accepts writes from anyone.

@@ -6,12 +6,16 @@ import pytest
 from aiohttp import web
 
 from slipstream.generators.sglang.engine import KEPT_S, SglangEngine
+from slipstream.generators.sglang.start_order import SERVER_KEEPS_S
 from tests.support.waiting import HANG_S, until_async
 
 
 async def test_a_connection_that_was_idle_for_longer_than_the_server_keeps_it_is_not_used_again():
-    """SGLang's server ends one after 5 s, as the next request arrives: that failed, and counted."""
-    assert KEPT_S <= 5.0 / 2
+    """The server ends one after a time, as the next request arrives: that failed, and counted.
+
+    A loop that stands still between taking a connection and writing must not fail either.
+    """
+    assert KEPT_S <= SERVER_KEEPS_S / 1000
     ports: list[int] = []
     paths: list[str] = []
 

@@ -170,6 +170,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
     assert found["SLIPSTREAM_SEEDS"] == str(int(settings.sampling.seed_per_sibling))
     assert found["SLIPSTREAM_GROUP_TIMEOUT_S"] == str(settings.weightbus.timeout_s)
+    assert found["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(start_order.SERVER_KEEPS_S)
     assert (found["TMPDIR"], found["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
 
 
