@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
     rate: float  # tokens per second
     used: float  # share of the sequences that the engine may have at a time
-    cpu_s: float  # of the server's processes, for a thousand tokens
+    cpu_s: float  # CPU seconds of the server's processes for a thousand tokens
 
     def __str__(self) -> str:
         busy = f"{self.used:.1%} of the sequences in use"

@@ -36,7 +36,7 @@ _TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
 class Totals(NamedTuple):
     """What a run did, or a step of it."""
 
-    generate_s: float  # with something to generate
+    generate_s: float  # seconds with something to generate
     train_s: float
     tokens: float  # generated
 
@@ -123,7 +123,7 @@ def _run(
     arguments: argparse.Namespace,
     *,
     steps: int,
-    batches: int = 1,  # of a step
+    batches: int = 1,  # number for each step
 ) -> list[Reading]:
     settings = {
         "run.mode": mode,

@@ -56,7 +56,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 ENVIRONMENT = Path(__file__).with_name("scripted_environment.py")
 SEQUENCES = (16, 128, 256)
 LATENCIES_MS = (0, 200)
-NEEDS = 0.95  # of one turn's tokens per second
+NEEDS = 0.95  # share of one turn's tokens per second
 _BETWEEN_TURNS = 64  # tokens at most
 _CACHED = 4096  # tokens for each sequence
 _LOOK_S = 0.02

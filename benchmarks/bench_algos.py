@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NEEDS_MEMORY = 0.35
 NEEDS_MEMORY_OF_BEST = 1.0
 NEEDS_CPU_OF_BEST = 1.1
-CHUNK_TOKENS = 128  # of the chunked way
+CHUNK_TOKENS = 128  # tokens of a chunk in the chunked way
 VOCAB_SIZE = 151936  # of Qwen
 HIDDEN = (896, 2048, 4096)  # of Qwen2.5-0.5B, Qwen3-1.7B, Qwen3-8B
 MIB = 2**20

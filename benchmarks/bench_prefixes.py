@@ -50,7 +50,7 @@ _SEQUENCES, _OUTSIDE = 64, 256
 _TOKENS = 3, 90  # first, and past the last
 _WINDOW = 100  # calls
 _TIMEOUT_S = 600.0
-_PREFILL_PER_S, _STEP_S = 4000.0, 0.005  # of the model; roughly those of the real engine
+_PREFILL_PER_S, _STEP_S = 4000.0, 0.005  # rates of the model, roughly the real engine's
 
 
 class Turn(NamedTuple):

@@ -38,7 +38,7 @@ from slipstream.deploy.examples.addition import prepare, write_rows
 
 GAIN = 0.2
 OURS = "slipstream"
-_NEEDS = 0.8  # of TRL's seconds
+_NEEDS = 0.8  # share of TRL's seconds
 _COLORS = {OURS: "#0b62c4", "trl": "#b3003c"}
 
 
@@ -47,7 +47,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     wall_s: float  # since the launch
-    cpu_s: float  # of all processes
+    cpu_s: float  # CPU seconds of all processes
     score: float  # share of right answers
 
 
@@ -83,9 +83,9 @@ def seconds_to(points: Sequence[Point], figure: str, gain: float = GAIN) -> floa
     """Return when the score was first ``gain`` above its start, by interpolation; None if never.
 
     Args:
-        points: of one run, by step.
-        figure: ``wall_s`` or ``cpu_s``.
-        gain: of the share of right answers.
+        points: Points of one run by step.
+        figure: Name of the seconds, ``wall_s`` or ``cpu_s``.
+        gain: Gain in the share of right answers.
     """
     wanted = points[0].score + gain
     for before, after in pairwise(points):
@@ -130,7 +130,7 @@ def report(runs: Sequence[Run], bars: Bars) -> str:
             system: ratio(ours, seeds, figure) for system, seeds in done.items() if system != OURS
         }
         known = {system: value for system, value in values.items() if isinstance(value, float)}
-        best = max(known, key=known.__getitem__) if known else ""  # of TRL's ways
+        best = max(known, key=known.__getitem__) if known else ""  # best of TRL's ways
         missing = next(iter(values.values()), NotRun("TRL has ended no run"))
         name = f"{figure[:-2]}_seconds_to_gain"
         bars.at_most(name, known.get(best, missing), f"of {best or 'TRL'}'s", needs=_NEEDS)

@@ -247,7 +247,7 @@ def _trl(policy: Policy, folder: Path, lengths: str, path: str, way: Way) -> lis
     job = {
         "steps": policy.steps,
         "limits": policy.limits(lengths),
-        "prompt_tokens": 64,  # at most
+        "prompt_tokens": 64,  # limit
         "threads": way.threads,
         "continuous": way.continuous,
         "samples": policy.samples,

@@ -17,7 +17,7 @@ from benchmarks.bench_agents import (
 from benchmarks.device.engines import device_name, has_cuda
 from benchmarks.device.report import Report, run_stage
 
-_NEEDS = {32: 0.9, 128: 0.95}  # of one turn's tokens per second, by sequences
+_NEEDS = {32: 0.9, 128: 0.95}  # shares of one turn's tokens per second, by sequences
 _ON_GPU = (
     *("--sequences", "32,128", "--seconds", "4", "--rounds", "3"),
     *("--hidden", "1024", "--heads", "16", "--layers", "12"),

@@ -17,7 +17,7 @@ _REMEMBERED = 1000  # ended trajectories
 class _Held:
     """What one trajectory has."""
 
-    tokens: int = 0  # after its last call
+    tokens: int = 0  # number after its last call
     calls: int = 0
     tokens_of_calls: int = 0  # sum of the tokens after each
 
