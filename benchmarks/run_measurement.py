@@ -185,6 +185,14 @@ def _readings(process: "subprocess.Popen[bytes]", step_now: Callable[[], int]) -
         time.sleep(_POLL_S)
 
 
+def toml(value: object) -> str:
+    """Return a value as a setting on the command line has it."""
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return json.dumps(value)
+
+
 def summary_of(folder: Path, name: str) -> dict[str, object]:
     figures: dict[str, object] = json.loads((folder / "runs" / name / "summary.json").read_text())
     return figures

@@ -11,6 +11,8 @@ limit (make smollm2 unpacks it; without it, its bars are not run).
 usage: pip install --target DIR --no-deps trl==1.16.0 datasets accelerate multiprocess pandas \
            python-dateutil pytz six tzdata
        python -m benchmarks.vs_trl --path DIR [--policy smollm2] [--lengths fixed] [--repeats 3]
+       python -m benchmarks.vs_trl --path DIR --out FOLDER    does what vs_trl.jsonl there lacks
+       python -m benchmarks.vs_trl --out FOLDER --report
 """
 
 import argparse
@@ -18,12 +20,12 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bars import Bars, NotRun
+from benchmarks.recording import Line, append, lines_of
 from benchmarks.run_measurement import (
     MAX_TOKENS,
     REWARD,
@@ -36,7 +38,9 @@ from benchmarks.run_measurement import (
     run_slipstream,
     write_inputs,
 )
+from benchmarks.weightbus.figures import table
 
+OURS = "slipstream"
 _GROUP_SIZE = 8
 _SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
 _FIXED, _LONG_TAILED = "fixed", "long-tailed"
@@ -143,6 +147,51 @@ def _write_smollm2(folder: Path) -> None:
     (folder / "run.toml").write_text("")
 
 
+class Measured(Line, frozen=True):
+    """What a step of one run took, once the pipeline was filled."""
+
+    policy: str
+    lengths: str
+    system: str
+    repeat: int
+    wall_s: float
+    cpu_s: float  # CPU seconds of all processes
+
+
+def medians(
+    lines: Sequence[Measured], policy: Policy, lengths: str, figure: str
+) -> dict[str, float]:
+    """Return system -> median seconds of a step, of the systems that ran."""
+    seconds: dict[str, list[float]] = {}
+    for line in lines:
+        if (line.policy, line.lengths) == (policy.name, lengths):
+            seconds.setdefault(line.system, []).append(getattr(line, figure))
+    return {system: median(values) for system, values in seconds.items()}
+
+
+def compare(lines: Sequence[Measured], bars: Bars, asked: Sequence[tuple[Policy, str]]) -> str:
+    """Print a bar for each policy and lengths; return a table of those that both sides ran."""
+    rows = []
+    for policy, lengths in asked:
+        walls, cpus = (medians(lines, policy, lengths, name) for name in ("wall_s", "cpu_s"))
+        ways = [way.name for way in WAYS if way.name in walls]
+        value: float | NotRun = NotRun("both sides have to run")
+        if OURS in walls and ways:
+            wall, cpu = (min(ways, key=seconds.__getitem__) for seconds in (walls, cpus))
+            value = cpus[cpu] / cpus[OURS]
+            rates = (
+                f"{policy.samples / cpus[OURS]:.2f}",
+                f"{policy.samples / cpus[cpu]:.2f} ({cpu})",
+            )
+            steps = f"{walls[OURS]:.2f}", f"{walls[wall]:.2f} ({wall})"
+            rows.append((policy.name, lengths, *rates, f"{value:.2f}", *steps))
+        name = f"samples_per_cpu_second_{lengths}_{policy.name}"
+        bars.at_least(name, value, "of TRL's", needs=policy.needs[lengths])
+    samples, step = "samples per CPU s", "seconds per step"
+    titles = (samples, f"{samples}, TRL's best", "of TRL's", step, f"{step}, TRL's best")
+    return table(("policy", "lengths", *titles), rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -152,23 +201,26 @@ def main() -> int:
     parser.add_argument("--lengths", choices=(_FIXED, _LONG_TAILED), help="these alone")
     parser.add_argument("--repeats", type=int, default=3, help="of what takes seconds")
     parser.add_argument("--path", default="", help="folder with trl and datasets")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
-    bars = Bars()
+    asked = [
+        (policy, lengths)
+        for policy in POLICIES
+        for lengths in policy.needs
+        if policy.name in (arguments.policy or names) and lengths == (arguments.lengths or lengths)
+    ]
     without_trl = missing_trl(arguments.path)
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
-        for policy in POLICIES:
-            if policy.name not in (arguments.policy or names):
-                continue
-            folder = Path(name) / policy.name
-            not_run = without_trl or policy.missing
-            if not_run is None:
-                policy.write(folder)
-            for lengths, needs in policy.needs.items():
-                if lengths != (arguments.lengths or lengths):
-                    continue
-                value = not_run or _compared(policy, folder, lengths, arguments)
-                title = f"samples_per_cpu_second_{lengths}_{policy.name}"
-                bars.at_least(title, value, "of TRL's", needs=needs)
+        work = Path(name)
+        file = (arguments.out or work) / "vs_trl.jsonl"
+        for policy, lengths in [] if arguments.report else asked:
+            if not_run := without_trl or policy.missing:
+                print(f"{policy.name} was not run: {not_run.reason}")
+            else:
+                _measure(policy, work, lengths, file, arguments)
+        bars = Bars()
+        print(compare(lines_of(file, Measured), bars, asked))
     return bars.exit_code
 
 
@@ -176,7 +228,9 @@ def run_trl(
     folder: Path, job: Mapping[str, object], heard: Callable[[str], None] = lambda _: None
 ) -> list[Reading]:
     """Do a run of TRL; return a reading per step. ``heard`` gets each line that it prints."""
-    job = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, **job}
+    reward = {"function": f"{folder / 'reward.py'}:score"}
+    usual = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, "reward": reward}
+    job = usual | dict(job)
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     return run_command(command, environment, heard)
@@ -193,38 +247,35 @@ def missing_trl(path: str) -> NotRun | None:
     )
 
 
-def _compared(policy: Policy, folder: Path, lengths: str, arguments: argparse.Namespace) -> float:
-    """Run all in turns; return our samples per CPU second as a part of TRL's best."""
-    title, done = f"{policy.name} {lengths}", defaultdict[str, list[tuple[float, float]]](list)
+def _measure(
+    policy: Policy, work: Path, lengths: str, file: Path, arguments: argparse.Namespace
+) -> None:
+    """Do what the file lacks, all systems in turns."""
+    folder = work / policy.name
+    if not folder.exists():
+        policy.write(folder)
+    done = {
+        (line.policy, line.lengths, line.system, line.repeat) for line in lines_of(file, Measured)
+    }
+    systems: dict[str, Callable[[int], list[Reading]]] = {
+        OURS: lambda repeat: _slipstream(policy, folder, lengths, repeat)
+    }
+    for way in WAYS:
+        systems[way.name] = lambda _repeat, way=way: _trl(
+            policy, folder, lengths, arguments.path, way
+        )
     for repeat in range(policy.repeats.get(lengths, arguments.repeats)):
-        turns = {"slipstream": _slipstream(policy, folder, lengths, repeat)}
-        for way in WAYS:
-            turns[way.name] = _trl(policy, folder, lengths, arguments.path, way)
-        for system, readings in turns.items():
-            wall, cpu = _steady(readings, policy)
-            done[system].append((wall, cpu))
+        for system, run in systems.items():
+            if (policy.name, lengths, system, repeat) in done:
+                continue
+            wall_s, cpu_s = per_step(run(repeat), skip=policy.skipped, until=policy.steps)
+            line = Measured(policy.name, lengths, system, repeat, wall_s, cpu_s)
+            append(file, line, arguments.path)
             print(
-                f"{title} {system} {repeat}: {policy.samples / cpu:.2f} samples per CPU "
-                f"second, {wall:.2f} s a step",
+                f"{policy.name} {lengths} {system} {repeat}: {policy.samples / cpu_s:.2f} samples "
+                f"per CPU second, {wall_s:.2f} s a step",
                 flush=True,
             )
-    walls, cpus = (
-        {system: median([pair[i] for pair in pairs]) for system, pairs in done.items()}
-        for i in (0, 1)
-    )
-    best_wall, best_cpu = (
-        min(WAYS, key=lambda way: seconds[way.name]).name for seconds in (walls, cpus)
-    )
-    print(
-        f"{title} wall per step: slipstream {walls['slipstream']:.2f} s, {best_wall} "
-        f"{walls[best_wall]:.2f} s; best in CPU seconds: {best_cpu}",
-        flush=True,
-    )
-    return cpus[best_cpu] / cpus["slipstream"]
-
-
-def _steady(readings: list[Reading], policy: Policy) -> tuple[float, float]:
-    return per_step(readings, skip=policy.skipped, until=policy.steps)
 
 
 def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list[Reading]:
