@@ -1,0 +1,149 @@
+"""The figures and pictures of docs/results.md, computed from what benchmarks recorded.
+
+Run as a program, this writes them into the page and into docs/images:
+
+    python -m docs.generate.results --write
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import bench_learner, learning_vs_trl, vs_trl
+from benchmarks.bars import Bars
+from benchmarks.learning_vs_trl import CONTROL, SYSTEMS
+from benchmarks.pictures import Panel, svg
+from benchmarks.recording import RECORDED, Line, lines_of, origins
+from benchmarks.vs_trl import OURS
+from docs.generate.page_parts import generated
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "results.md"
+IMAGES = ROOT / "docs" / "images"
+
+
+class Figures(NamedTuple):
+    """What a file of results shows."""
+
+    lines: Sequence[Line]  # none: it was not measured
+    text: str  # tables
+    notes: Sequence[str] = ()  # bars, and what is not there
+    panels: Sequence[Panel] = ()
+
+
+class Part(NamedTuple):
+    """A part of the page."""
+
+    command: str
+    caption: str
+    figures: Callable[[Path], Figures]  # of a folder
+
+
+def _learning(name: str, systems: Sequence[str], seconds: Sequence[str], folder: Path) -> Figures:
+    runs = learning_vs_trl.read(folder / f"learning_{name}.jsonl")
+    runs = [run for run in runs if run.system in systems]
+    notes = list[str]()
+    bars = Bars(notes.append)
+    if CONTROL in systems:
+        learning_vs_trl.learning_bars(runs, bars)
+    else:
+        notes += learning_vs_trl.trl_bars(runs, bars)
+    notes += learning_vs_trl.absent(runs, systems)
+    ended = [run for run in runs if run.points is not None]
+    panels = learning_vs_trl.panels(runs, systems, seconds)
+    return Figures(ended, learning_vs_trl.runs_table(runs), notes, panels)
+
+
+def _throughput(folder: Path) -> Figures:
+    notes = list[str]()
+    lines = lines_of(folder / "vs_trl.jsonl", vs_trl.Measured)
+    asked = [(policy, lengths) for policy in vs_trl.POLICIES for lengths in policy.needs]
+    text = vs_trl.compare(lines, Bars(notes.append), asked)
+    return Figures(lines, text, notes)
+
+
+def _learner(folder: Path) -> Figures:
+    notes = list[str]()
+    lines = lines_of(folder / "learner.jsonl", bench_learner.Measured)
+    newest = {line.case: line for line in lines}
+    bars = Bars(notes.append)
+    tables = [
+        f"{case}:\n\n{bench_learner.report(bars, case, line.steps)}"
+        for case, line in newest.items()
+    ]
+    notes += [f"not there: {case}" for case in bench_learner.CASES if case not in newest]
+    return Figures(list(newest.values()), "\n\n".join(tables), notes)
+
+
+_LEARNING = "python -m benchmarks.learning_vs_trl"
+_AGAINST = [system for system in SYSTEMS if system != CONTROL]
+_BOTH = ("wall_s", "cpu_s")
+PARTS = {
+    "learning": Part(
+        f"{_LEARNING} --system {OURS} --system {CONTROL}",
+        "Right answers of SmolLM2-135M-Instruct over minutes",
+        partial(_learning, "smollm2", [OURS, CONTROL], ["wall_s"]),
+    ),
+    "learning-against-trl": Part(
+        f"{_LEARNING} --path DIR",
+        "Right answers of SmolLM2-135M-Instruct over wall and CPU time, beside TRL",
+        partial(_learning, "smollm2", _AGAINST, _BOTH),
+    ),
+    "tiny-against-trl": Part(
+        f"{_LEARNING} --path DIR --tiny",
+        "Right answers of the quickstart's policy over wall and CPU time, beside TRL",
+        partial(_learning, "quickstart", _AGAINST, _BOTH),
+    ),
+    "throughput": Part(
+        "python -m benchmarks.vs_trl --out benchmarks/recorded --path DIR", "", _throughput
+    ),
+    "learner": Part("python -m benchmarks.bench_learner --out benchmarks/recorded", "", _learner),
+}
+
+
+def shown(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the texts of all parts, and pictures by their file names.
+
+    Args:
+        folder: Files of results, as ``benchmarks/recorded``.
+    """
+    texts, pictures = {}, {}
+    for name, part in PARTS.items():
+        figures = part.figures(folder)
+        if not figures.lines:
+            texts[name] = f"Not measured yet: `{part.command}`\n"
+            continue
+        blocks = [f"`{part.command}`: {origins(figures.lines)}.", figures.text]
+        if figures.panels:
+            file = f"results-{name}.svg"
+            pictures[file] = svg(figures.panels)
+            blocks.append(f"![{part.caption}](images/{file})")
+        blocks.append("\n".join(["```", *figures.notes, "```"]))
+        texts[name] = "\n\n".join(blocks) + "\n"
+    return texts, pictures
+
+
+def page(before: str, texts: dict[str, str]) -> str:
+    """Return the page with these texts in their places."""
+    parts = {name: partial(str, text) for name, text in texts.items()}
+    return generated(before, parts)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the page, or write it and its pictures."""
+    texts, pictures = shown(RECORDED)
+    text = page(PAGE.read_text("utf-8"), texts)
+    if "--write" not in arguments:
+        sys.stdout.write(text)
+        return
+    PAGE.write_text(text, "utf-8")
+    for file in (IMAGES / f"results-{name}.svg" for name in PARTS):
+        file.unlink(missing_ok=True)
+        if file.name in pictures:
+            file.write_text(pictures[file.name], "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
