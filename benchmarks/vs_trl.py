@@ -42,7 +42,7 @@ from benchmarks.weightbus.figures import table
 
 OURS = "slipstream"
 _GROUP_SIZE = 8
-_SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
+SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
 _FIXED, _LONG_TAILED = "fixed", "long-tailed"
 
 
@@ -87,9 +87,9 @@ class Policy:
     @property
     def missing(self) -> NotRun | None:
         """Return why it cannot be trained here."""
-        if self.hidden or (_SMOLLM2 / "config.json").exists():
+        if self.hidden or (SMOLLM2 / "config.json").exists():
             return None
-        return NotRun(f"there is no {_SMOLLM2}: `make smollm2` makes it")
+        return NotRun(f"there is no {SMOLLM2}: `make smollm2` makes it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def _write_smollm2(folder: Path) -> None:
 
     from transformers import AutoTokenizer
 
-    (folder / "model").symlink_to(_SMOLLM2)
-    template = AutoTokenizer.from_pretrained(_SMOLLM2).apply_chat_template
+    (folder / "model").symlink_to(SMOLLM2)
+    template = AutoTokenizer.from_pretrained(SMOLLM2).apply_chat_template
     rows = []
     for i in range(2000):
         asked = [{"role": "user", "content": f"What is {10 + i % 90} + {10 + i // 90}?"}]

@@ -6,12 +6,12 @@ Run as a program, this writes them into the page and into docs/images:
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import bench_learner, learning_vs_trl, vs_trl
+from benchmarks import bench_engine, bench_learner, learning_vs_trl, vs_trl
 from benchmarks.bars import Bars
 from benchmarks.learning_vs_trl import CONTROL, SYSTEMS
 from benchmarks.pictures import Panel, svg
@@ -65,15 +65,31 @@ def _throughput(folder: Path) -> Figures:
 
 
 def _learner(folder: Path) -> Figures:
+    newest = {
+        line.case: line for line in lines_of(folder / "learner.jsonl", bench_learner.Measured)
+    }
+    reports = {
+        name: partial(bench_learner.report, steps=line.steps) for name, line in newest.items()
+    }
+    return _cases(newest, bench_learner.CASES, reports)
+
+
+def _engine(folder: Path) -> Figures:
+    newest = {line.case: line for line in lines_of(folder / "engine.jsonl", bench_engine.Measured)}
+    reports = {
+        name: partial(bench_engine.report, turns=line.turns) for name, line in newest.items()
+    }
+    return _cases(newest, bench_engine.CASES, reports)
+
+
+def _cases(
+    newest: Mapping[str, Line], known: Iterable[str], reports: Mapping[str, Callable[..., str]]
+) -> Figures:
+    """Return the newest line of each case."""
     notes = list[str]()
-    lines = lines_of(folder / "learner.jsonl", bench_learner.Measured)
-    newest = {line.case: line for line in lines}
     bars = Bars(notes.append)
-    tables = [
-        f"{case}:\n\n{bench_learner.report(bars, case, line.steps)}"
-        for case, line in newest.items()
-    ]
-    notes += [f"not there: {case}" for case in bench_learner.CASES if case not in newest]
+    tables = [f"{name}:\n\n{report(bars, name)}" for name, report in reports.items()]
+    notes += [f"not there: {name}" for name in known if name not in newest]
     return Figures(list(newest.values()), "\n\n".join(tables), notes)
 
 
@@ -100,6 +116,7 @@ PARTS = {
         "python -m benchmarks.vs_trl --out benchmarks/recorded --path DIR", "", _throughput
     ),
     "learner": Part("python -m benchmarks.bench_learner --out benchmarks/recorded", "", _learner),
+    "engine": Part("python -m benchmarks.bench_engine --out benchmarks/recorded", "", _engine),
 }
 
 
