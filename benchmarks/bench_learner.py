@@ -306,7 +306,7 @@ def _transformers_step(way: str, case: Case, folder: Path) -> Callable[[], Step]
         losses = []
         for inputs, given in microbatches:
             loss = loss_of(inputs, given)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()

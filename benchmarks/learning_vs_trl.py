@@ -18,23 +18,21 @@ usage: python -m benchmarks.learning_vs_trl --path DIR [--minutes 90] [--tiny]
 """
 
 import argparse
-import signal
 import statistics
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from benchmarks.bars import Bars, NotRun
+from benchmarks.parts import Run, absent, ended, read, run_part, turns
 from benchmarks.pictures import Panel
-from benchmarks.recording import RECORDED, Line, append, lines_of
+from benchmarks.recording import RECORDED
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
 from benchmarks.vs_trl import OURS, WAYS, Way, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
@@ -70,31 +68,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
         return self.cpu_s + self.left_out_cpu_s
 
 
-class Run(Line, frozen=True):
-    """A line of the results."""
-
-    system: str
-    seed: int
-    points: list[Point] | None  # None where the part had no time to end it
-
-
-def read(path: Path) -> list[Run]:
-    """Return a line of each system and seed: the newest that ended, or one that did not."""
-    newest: dict[tuple[str, int], Run] = {}
-    for run in lines_of(path, Run):
-        before = newest.get((run.system, run.seed))
-        if run.points is not None or before is None:
-            newest[run.system, run.seed] = run
-    return list(newest.values())
-
-
-def ended(runs: Sequence[Run]) -> dict[str, dict[int, list[Point]]]:
-    """Return system -> seed -> points of the runs that ended."""
-    found: dict[str, dict[int, list[Point]]] = {}
-    for run in runs:
-        if run.points is not None:
-            found.setdefault(run.system, {})[run.seed] = run.points
-    return found
+Runs: TypeAlias = Sequence[Run[list[Point]]]
 
 
 def seconds_to(points: Sequence[Point], figure: str, gain: float = GAIN) -> float | None:
@@ -133,7 +107,7 @@ def ratio(
     return statistics.median(parts)
 
 
-def learning_bars(runs: Sequence[Run], bars: Bars) -> None:
+def learning_bars(runs: Runs, bars: Bars) -> None:
     """Print the bars of ours and its control."""
     done = ended(runs)
     ours, control = list(done.get(OURS, {}).values()), done.get(CONTROL, {})
@@ -151,7 +125,7 @@ def learning_bars(runs: Sequence[Run], bars: Bars) -> None:
     bars.at_most("control_moves", moved, "between evaluations", needs=_FLAT)
 
 
-def trl_bars(runs: Sequence[Run], bars: Bars) -> list[str]:
+def trl_bars(runs: Runs, bars: Bars) -> list[str]:
     """Print the bars against TRL; return what they would be with its evaluations counted."""
     done, notes = ended(runs), []
     ours, names = done.get(OURS, {}), [way.name for way in WAYS if way.name in done]
@@ -167,7 +141,7 @@ def trl_bars(runs: Sequence[Run], bars: Bars) -> list[str]:
     return notes
 
 
-def runs_table(runs: Sequence[Run]) -> str:
+def runs_table(runs: Runs) -> str:
     """Return a table of all runs that ended."""
     rows = []
     for system, seeds in sorted(ended(runs).items()):
@@ -183,24 +157,12 @@ def runs_table(runs: Sequence[Run]) -> str:
     return table((*titles, "wall s", "CPU s", "left out: wall s", "CPU s"), rows)
 
 
-def absent(runs: Sequence[Run], systems: Iterable[str] = SYSTEMS) -> list[str]:
-    """Return a line for each system with seeds that are in no figure."""
-    done, lines = ended(runs), []
-    for system in systems:
-        begun = {run.seed for run in runs if run.system == system and run.points is None}
-        missing = [seed for seed in seeds_of(system) if seed not in done.get(system, {})]
-        if missing:
-            seeds = ", ".join(f"{seed}{' (begun)' * (seed in begun)}" for seed in missing)
-            lines.append(f"not there: {system}, seeds {seeds}")
-    return lines
+def jobs_of(systems: Sequence[str], count: int = SEEDS) -> list[tuple[str, int]]:
+    """Return all runs, systems in turns within a seed; the control has one seed."""
+    return [job for job in turns(systems, range(count)) if job[0] != CONTROL or job[1] == 0]
 
 
-def seeds_of(system: str, count: int = SEEDS) -> range:
-    """Return the seeds of a system: the control has one."""
-    return range(1 if system == CONTROL else count)
-
-
-def panels(runs: Sequence[Run], systems: Sequence[str], figures: Sequence[str]) -> list[Panel]:
+def panels(runs: Runs, systems: Sequence[str], figures: Sequence[str]) -> list[Panel]:
     """Return scores over seconds, or over minutes where runs are long; none without runs."""
     done = {system: seeds for system, seeds in ended(runs).items() if system in systems}
     last = [points[-1] for seeds in done.values() for points in seeds.values()]
@@ -326,9 +288,10 @@ def write_gym(folder: Path, config: Mapping[str, Any]) -> None:
         )
         rows = []
         for row in made:
-            asked = [system, {"role": "user", "content": row.values["prompt"]}]
+            values = row.values or {}
+            asked = [system, {"role": "user", "content": values["prompt"]}]
             prompt = template(asked, tokenize=False, add_generation_prompt=True)
-            rows.append({"prompt": prompt, "ground_truth": row.values["ground_truth"]})
+            rows.append({"prompt": prompt, "ground_truth": values["ground_truth"]})
         write_rows(folder / f"{name}.jsonl", rows)
 
 
@@ -356,37 +319,18 @@ def points_of(
     return points
 
 
-def run_part(task: Task, file: Path, systems: Iterable[str], arguments: argparse.Namespace) -> None:
-    """Do what the file lacks, systems in turns within a seed, until the minutes are over."""
-    deadline_s = time.monotonic() + 60 * arguments.minutes
+def _run_part(name: str, file: Path, systems: Sequence[str], arguments: argparse.Namespace) -> None:
+    packages, jobs = arguments.path, jobs_of(systems, arguments.seeds)
+    ways = {way.name: way for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
+        task = Task(name, Path(folder) / name, steps=arguments.steps, every=arguments.every)
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
+        def work(system: str, seed: int) -> list[Point]:
+            if system in ways:
+                return task.trl(seed, ways[system], packages)
+            return task.slipstream(seed, is_control=system == CONTROL)
 
-    signal.signal(signal.SIGALRM, stop)
-    of_system: dict[str, Callable[[int], list[Point]]] = {
-        OURS: task.slipstream,
-        CONTROL: partial(task.slipstream, is_control=True),
-        **{way.name: partial(task.trl, way=way, path=arguments.path) for way in WAYS},
-    }
-    for seed in range(arguments.seeds):
-        done = ended(read(file))
-        for system in list(of_system)[:: 1 if seed % 2 == 0 else -1]:
-            if system not in systems or seed not in seeds_of(system, arguments.seeds):
-                continue
-            left_s = int(deadline_s - time.monotonic())
-            if seed in done.get(system, {}):
-                continue
-            if left_s < 1:
-                return
-            signal.alarm(left_s)
-            points = None
-            try:
-                points = of_system[system](seed)
-            except TimeoutError:
-                print(f"{system}, seed {seed} was not ended", flush=True)
-            signal.alarm(0)
-            append(file, Run(system, seed, points), arguments.path)
+        run_part(file, list[Point], arguments.minutes, jobs, work, packages=packages)
 
 
 def main() -> int:
@@ -405,19 +349,17 @@ def main() -> int:
     arguments = parser.parse_args()
     name = "quickstart" if arguments.tiny else "smollm2"
     file = arguments.out / f"learning_{name}.jsonl"
-    systems = arguments.system or SYSTEMS
+    systems = [system for system in SYSTEMS if system in (arguments.system or SYSTEMS)]
     if not arguments.report:
         missing = missing_trl(arguments.path)
         if missing is not None:
             print(missing.reason)
             systems = [system for system in systems if system in {OURS, CONTROL}]
-        with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
-            task = Task(name, Path(folder) / name, steps=arguments.steps, every=arguments.every)
-            run_part(task, file, systems, arguments)
-    bars, runs = Bars(), read(file)
+        _run_part(name, file, systems, arguments)
+    bars, runs = Bars(), read(file, list[Point])
     print(runs_table(runs))
     learning_bars(runs, bars)
-    print("\n".join([*trl_bars(runs, bars), *absent(runs)]))
+    print("\n".join([*trl_bars(runs, bars), *absent(runs, jobs_of(SYSTEMS))]))
     return bars.exit_code
 
 

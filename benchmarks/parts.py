@@ -11,12 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, TypeVar
 
-import msgspec
+from benchmarks.recording import Line, append, lines_of
 
 Result = TypeVar("Result")
 
 
-class Run(msgspec.Struct, Generic[Result], frozen=True):
+class Run(Line, Generic[Result], frozen=True):
     """A line of the results."""
 
     system: str
@@ -27,8 +27,7 @@ class Run(msgspec.Struct, Generic[Result], frozen=True):
 def read(path: Path, kind: type[Result]) -> list[Run[Result]]:
     """Return a line of each system and seed: the newest that ended, or one that did not."""
     newest: dict[tuple[str, int], Run[Result]] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        run = msgspec.json.decode(line, type=Run[kind])  # type: ignore[valid-type]
+    for run in lines_of(path, Run[kind]):  # type: ignore[valid-type]
         before = newest.get((run.system, run.seed))
         if run.result is not None or before is None:
             newest[run.system, run.seed] = run
@@ -52,6 +51,22 @@ def paired(runs: Sequence[Run[Result]], systems: Sequence[str]) -> tuple[list[in
     return sorted(whole), sorted(begun - whole)
 
 
+def absent(runs: Sequence[Run[Result]], jobs: Iterable[tuple[str, int]]) -> list[str]:
+    """Return a line for each system with seeds that are in no figure.
+
+    Args:
+        runs: Lines of the results.
+        jobs: System and seed of each run that is wanted.
+    """
+    done, begun = ended(runs), {(run.system, run.seed) for run in runs}
+    missing: dict[str, list[str]] = {}
+    for system, seed in jobs:
+        if seed not in done.get(system, {}):
+            text = f"{seed} (begun)" if (system, seed) in begun else str(seed)
+            missing.setdefault(system, []).append(text)
+    return [f"not there: {system}: {', '.join(seeds)}" for system, seeds in missing.items()]
+
+
 def turns(systems: Sequence[str], seeds: Iterable[int]) -> Iterator[tuple[str, int]]:
     """Yield all systems within a seed, in reverse for every second seed."""
     for seed in seeds:
@@ -64,6 +79,8 @@ def run_part(
     minutes: float,
     jobs: Iterable[tuple[str, int]],
     work: Callable[[str, int], Result],
+    *,
+    packages: str = "",
 ) -> None:
     """Do what the file lacks until the minutes are over.
 
@@ -73,6 +90,7 @@ def run_part(
         minutes: Time of this part; a run in hand at its end is stopped.
         jobs: System and seed of each run, asked for one by one.
         work: Run of a system and a seed.
+        packages: Further folder of packages, whose versions a line has.
     """
     deadline_s = time.monotonic() + 60 * minutes
     for system, seed in jobs:
@@ -87,8 +105,7 @@ def run_part(
                 result = work(system, seed)
         except TimeoutError:
             print(f"{system}, seed {seed} was not ended", flush=True)
-        with file.open("ab") as lines:
-            lines.write(msgspec.json.encode(Run(system, seed, result)) + b"\n")
+        append(file, Run(system, seed, result), packages)
 
 
 @contextmanager

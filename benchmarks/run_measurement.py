@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 
@@ -194,8 +195,8 @@ def toml(value: object) -> str:
     return json.dumps(value)
 
 
-def summary_of(folder: Path, name: str) -> dict[str, object]:
-    figures: dict[str, object] = json.loads((folder / "runs" / name / "summary.json").read_text())
+def summary_of(folder: Path, name: str) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
     return figures
 
 

@@ -20,12 +20,14 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.recording import Line, append, lines_of
+from benchmarks.parts import Run, ended, read, run_part, turns
 from benchmarks.run_measurement import (
     MAX_TOKENS,
     REWARD,
@@ -41,6 +43,7 @@ from benchmarks.run_measurement import (
 from benchmarks.weightbus.figures import table
 
 OURS = "slipstream"
+REPEATS = 3
 _GROUP_SIZE = 8
 SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
 _FIXED, _LONG_TAILED = "fixed", "long-tailed"
@@ -147,44 +150,57 @@ def _write_smollm2(folder: Path) -> None:
     (folder / "run.toml").write_text("")
 
 
-class Measured(Line, frozen=True):
+class Took(NamedTuple):
     """What a step of one run took, once the pipeline was filled."""
 
-    policy: str
-    lengths: str
-    system: str
-    repeat: int
     wall_s: float
     cpu_s: float  # CPU seconds of all processes
 
 
-def medians(
-    lines: Sequence[Measured], policy: Policy, lengths: str, figure: str
-) -> dict[str, float]:
-    """Return system -> median seconds of a step, of the systems that ran."""
-    seconds: dict[str, list[float]] = {}
-    for line in lines:
-        if (line.policy, line.lengths) == (policy.name, lengths):
-            seconds.setdefault(line.system, []).append(getattr(line, figure))
-    return {system: median(values) for system, values in seconds.items()}
+Runs: TypeAlias = Sequence[Run[Took]]
 
 
-def compare(lines: Sequence[Measured], bars: Bars, asked: Sequence[tuple[Policy, str]]) -> str:
+def system_of(policy: Policy, lengths: str, side: str) -> str:
+    return f"{policy.name} {lengths} {side}"
+
+
+def jobs_of(policy: Policy, lengths: str, repeats: int = REPEATS) -> Iterator[tuple[str, int]]:
+    """Yield all runs, both sides in turns."""
+    systems = [system_of(policy, lengths, side) for side in (OURS, *(way.name for way in WAYS))]
+    return turns(systems, range(policy.repeats.get(lengths, repeats)))
+
+
+def medians(runs: Runs, policy: Policy, lengths: str) -> dict[str, Took]:
+    """Return side -> medians over the repeats that all sides ended which ended one."""
+    done, sides = ended(runs), (OURS, *(way.name for way in WAYS))
+    of_side = {side: done.get(system_of(policy, lengths, side), {}) for side in sides}
+    of_side = {side: repeats for side, repeats in of_side.items() if repeats}
+    whole = set[int]().union(*of_side.values()).intersection(*of_side.values())
+    return {
+        side: Took(
+            wall_s=median([repeats[n].wall_s for n in whole]),
+            cpu_s=median([repeats[n].cpu_s for n in whole]),
+        )
+        for side, repeats in of_side.items()
+        if whole
+    }
+
+
+def compare(runs: Runs, bars: Bars, asked: Sequence[tuple[Policy, str]]) -> str:
     """Print a bar for each policy and lengths; return a table of those that both sides ran."""
     rows = []
     for policy, lengths in asked:
-        walls, cpus = (medians(lines, policy, lengths, name) for name in ("wall_s", "cpu_s"))
-        ways = [way.name for way in WAYS if way.name in walls]
-        value: float | NotRun = NotRun("both sides have to run")
-        if OURS in walls and ways:
-            wall, cpu = (min(ways, key=seconds.__getitem__) for seconds in (walls, cpus))
-            value = cpus[cpu] / cpus[OURS]
-            rates = (
-                f"{policy.samples / cpus[OURS]:.2f}",
-                f"{policy.samples / cpus[cpu]:.2f} ({cpu})",
-            )
-            steps = f"{walls[OURS]:.2f}", f"{walls[wall]:.2f} ({wall})"
-            rows.append((policy.name, lengths, *rates, f"{value:.2f}", *steps))
+        took = medians(runs, policy, lengths)
+        ways = [way.name for way in WAYS if way.name in took]
+        value: float | NotRun = NotRun("both sides have to end a repeat")
+        if OURS in took and ways:
+            wall = min(ways, key=lambda way: took[way].wall_s)
+            cpu = min(ways, key=lambda way: took[way].cpu_s)
+            value = took[cpu].cpu_s / took[OURS].cpu_s
+            rate, best = (policy.samples / took[side].cpu_s for side in (OURS, cpu))
+            rates = f"{rate:.2f}", f"{best:.2f} ({cpu})", f"{value:.2f}"
+            steps = f"{took[OURS].wall_s:.2f}", f"{took[wall].wall_s:.2f} ({wall})"
+            rows.append((policy.name, lengths, *rates, *steps))
         name = f"samples_per_cpu_second_{lengths}_{policy.name}"
         bars.at_least(name, value, "of TRL's", needs=policy.needs[lengths])
     samples, step = "samples per CPU s", "seconds per step"
@@ -199,7 +215,8 @@ def main() -> int:
     names = [policy.name for policy in POLICIES]
     parser.add_argument("--policy", action="append", choices=names, help="this one alone")
     parser.add_argument("--lengths", choices=(_FIXED, _LONG_TAILED), help="these alone")
-    parser.add_argument("--repeats", type=int, default=3, help="of what takes seconds")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of what takes seconds")
+    parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
     parser.add_argument("--path", default="", help="folder with trl and datasets")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--report", action="store_true", help="table and bars alone")
@@ -214,13 +231,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
         work = Path(name)
         file = (arguments.out or work) / "vs_trl.jsonl"
-        for policy, lengths in [] if arguments.report else asked:
+        jobs = list[tuple[str, int]]()
+        for policy, lengths in asked:
             if not_run := without_trl or policy.missing:
                 print(f"{policy.name} was not run: {not_run.reason}")
             else:
-                _measure(policy, work, lengths, file, arguments)
-        bars = Bars()
-        print(compare(lines_of(file, Measured), bars, asked))
+                jobs += jobs_of(policy, lengths, arguments.repeats)
+        if not arguments.report:
+            step = partial(_took, work, arguments.path)
+            run_part(file, Took, arguments.minutes, jobs, step, packages=arguments.path)
+        bars, runs = Bars(), read(file, Took)
+        print(compare(runs, bars, asked))
     return bars.exit_code
 
 
@@ -247,35 +268,23 @@ def missing_trl(path: str) -> NotRun | None:
     )
 
 
-def _measure(
-    policy: Policy, work: Path, lengths: str, file: Path, arguments: argparse.Namespace
-) -> None:
-    """Do what the file lacks, all systems in turns."""
-    folder = work / policy.name
+def _took(work: Path, path: str, system: str, repeat: int) -> Took:
+    """Do a run; return what its steady steps took."""
+    name, lengths, side = system.split()
+    policy = next(policy for policy in POLICIES if policy.name == name)
+    folder = work / name
     if not folder.exists():
         policy.write(folder)
-    done = {
-        (line.policy, line.lengths, line.system, line.repeat) for line in lines_of(file, Measured)
-    }
-    systems: dict[str, Callable[[int], list[Reading]]] = {
-        OURS: lambda repeat: _slipstream(policy, folder, lengths, repeat)
-    }
-    for way in WAYS:
-        systems[way.name] = lambda _repeat, way=way: _trl(
-            policy, folder, lengths, arguments.path, way
-        )
-    for repeat in range(policy.repeats.get(lengths, arguments.repeats)):
-        for system, run in systems.items():
-            if (policy.name, lengths, system, repeat) in done:
-                continue
-            wall_s, cpu_s = per_step(run(repeat), skip=policy.skipped, until=policy.steps)
-            line = Measured(policy.name, lengths, system, repeat, wall_s, cpu_s)
-            append(file, line, arguments.path)
-            print(
-                f"{policy.name} {lengths} {system} {repeat}: {policy.samples / cpu_s:.2f} samples "
-                f"per CPU second, {wall_s:.2f} s a step",
-                flush=True,
-            )
+    way = next((way for way in WAYS if way.name == side), None)
+    if way is None:
+        readings = _slipstream(policy, folder, lengths, repeat)
+    else:
+        readings = _trl(policy, folder, lengths, path, way)
+    took = Took(*per_step(readings, skip=policy.skipped, until=policy.steps))
+    rate = policy.samples / took.cpu_s
+    text = f"{rate:.2f} samples per CPU second, {took.wall_s:.2f} s a step"
+    print(f"{system} {repeat}: {text}", flush=True)
+    return took
 
 
 def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list[Reading]:

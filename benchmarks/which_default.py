@@ -271,7 +271,7 @@ def student_t(share: float, degrees: int) -> float:
     scale /= math.sqrt(degrees * math.pi)
 
     def density(x: float) -> float:
-        return scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2)
+        return scale * math.pow(1 + x * x / degrees, -(degrees + 1) / 2)
 
     def below(x: float) -> float:
         steps = 2000

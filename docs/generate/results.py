@@ -9,11 +9,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from benchmarks import bench_engine, bench_learner, learning_vs_trl, vs_trl
+from benchmarks import (
+    async_vs_sync,
+    bench_engine,
+    bench_learner,
+    learning_vs_trl,
+    parts,
+    staleness_learning,
+    vs_trl,
+)
 from benchmarks.bars import Bars
 from benchmarks.learning_vs_trl import CONTROL, SYSTEMS
+from benchmarks.parts import Run
 from benchmarks.pictures import Panel, svg
 from benchmarks.recording import RECORDED, Line, lines_of, origins
 from benchmarks.vs_trl import OURS
@@ -21,6 +30,7 @@ from docs.generate.page_parts import generated
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results.md"
+R = TypeVar("R")
 IMAGES = ROOT / "docs" / "images"
 
 
@@ -42,7 +52,7 @@ class Part(NamedTuple):
 
 
 def _learning(name: str, systems: Sequence[str], seconds: Sequence[str], folder: Path) -> Figures:
-    runs = learning_vs_trl.read(folder / f"learning_{name}.jsonl")
+    runs = parts.read(folder / f"learning_{name}.jsonl", list[learning_vs_trl.Point])
     runs = [run for run in runs if run.system in systems]
     notes = list[str]()
     bars = Bars(notes.append)
@@ -50,18 +60,46 @@ def _learning(name: str, systems: Sequence[str], seconds: Sequence[str], folder:
         learning_vs_trl.learning_bars(runs, bars)
     else:
         notes += learning_vs_trl.trl_bars(runs, bars)
-    notes += learning_vs_trl.absent(runs, systems)
-    ended = [run for run in runs if run.points is not None]
+    notes += parts.absent(runs, learning_vs_trl.jobs_of(systems))
     panels = learning_vs_trl.panels(runs, systems, seconds)
-    return Figures(ended, learning_vs_trl.runs_table(runs), notes, panels)
+    return Figures(_ended(runs), learning_vs_trl.runs_table(runs), notes, panels)
+
+
+def _balances(folder: Path) -> Figures:
+    runs = parts.read(folder / "async_vs_sync.jsonl", async_vs_sync.Step)
+    return _reported(runs, async_vs_sync.report)
+
+
+def _bounds(folder: Path) -> Figures:
+    runs = parts.read(folder / "staleness_learning.jsonl", staleness_learning.Outcome)
+    figures, plan = _reported(runs, staleness_learning.report), staleness_learning.PLAN
+    looks = ", ".join(map(str, plan.looks))
+    stated = f"stated before: margin {plan.margin:g}, level {plan.level:g}, looks at {looks} pairs"
+    return figures._replace(notes=[stated, *figures.notes])
+
+
+def _reported(runs: Sequence[Run[R]], report: Callable[[Sequence[Run[R]], Bars], str]) -> Figures:
+    """Return what a report prints of runs: its table, and other lines among the notes."""
+    notes = list[str]()
+    lines = report(runs, Bars(notes.append)).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    return Figures(
+        _ended(runs), "\n".join(rows), [*notes, *(line for line in lines if line not in rows)]
+    )
+
+
+def _ended(runs: Sequence[Run[R]]) -> list[Run[R]]:
+    return [run for run in runs if run.result is not None]
 
 
 def _throughput(folder: Path) -> Figures:
     notes = list[str]()
-    lines = lines_of(folder / "vs_trl.jsonl", vs_trl.Measured)
+    runs = parts.read(folder / "vs_trl.jsonl", vs_trl.Took)
     asked = [(policy, lengths) for policy in vs_trl.POLICIES for lengths in policy.needs]
-    text = vs_trl.compare(lines, Bars(notes.append), asked)
-    return Figures(lines, text, notes)
+    text = vs_trl.compare(runs, Bars(notes.append), asked)
+    for policy, lengths in asked:
+        notes += parts.absent(runs, vs_trl.jobs_of(policy, lengths))
+    return Figures(_ended(runs), text, notes)
 
 
 def _learner(folder: Path) -> Figures:
@@ -93,6 +131,7 @@ def _cases(
     return Figures(list(newest.values()), "\n\n".join(tables), notes)
 
 
+_FOLDER = RECORDED.relative_to(ROOT)
 _LEARNING = "python -m benchmarks.learning_vs_trl"
 _AGAINST = [system for system in SYSTEMS if system != CONTROL]
 _BOTH = ("wall_s", "cpu_s")
@@ -112,11 +151,17 @@ PARTS = {
         "Right answers of the quickstart's policy over wall and CPU time, beside TRL",
         partial(_learning, "quickstart", _AGAINST, _BOTH),
     ),
-    "throughput": Part(
-        "python -m benchmarks.vs_trl --out benchmarks/recorded --path DIR", "", _throughput
+    "throughput": Part(f"python -m benchmarks.vs_trl --out {_FOLDER} --path DIR", "", _throughput),
+    "balances": Part(
+        f"python -m benchmarks.async_vs_sync --out {_FOLDER}/async_vs_sync.jsonl", "", _balances
     ),
-    "learner": Part("python -m benchmarks.bench_learner --out benchmarks/recorded", "", _learner),
-    "engine": Part("python -m benchmarks.bench_engine --out benchmarks/recorded", "", _engine),
+    "bounds": Part(
+        f"python -m benchmarks.staleness_learning --out {_FOLDER}/staleness_learning.jsonl",
+        "",
+        _bounds,
+    ),
+    "learner": Part(f"python -m benchmarks.bench_learner --out {_FOLDER}", "", _learner),
+    "engine": Part(f"python -m benchmarks.bench_engine --out {_FOLDER}", "", _engine),
 }
 
 
@@ -144,8 +189,7 @@ def shown(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 def page(before: str, texts: dict[str, str]) -> str:
     """Return the page with these texts in their places."""
-    parts = {name: partial(str, text) for name, text in texts.items()}
-    return generated(before, parts)
+    return generated(before, {name: partial(str, text) for name, text in texts.items()})
 
 
 def main(arguments: list[str]) -> None:

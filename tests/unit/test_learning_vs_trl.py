@@ -4,25 +4,23 @@ import json
 import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from benchmarks.bars import Bars, NotRun
 from benchmarks.learning_vs_trl import (
     CONTROL,
     Point,
-    Run,
-    absent,
+    jobs_of,
     learning_bars,
     panels,
     points_of,
     ratio,
-    read,
     runs_table,
     seconds_to,
     trl_bars,
     write_gym,
 )
+from benchmarks.parts import Run, absent
 from benchmarks.run_measurement import ROOT, Reading
 from benchmarks.trl_grpo import scorer
 from benchmarks.vs_trl import OURS
@@ -31,19 +29,6 @@ from tests.support.chat_model import write_chat_model
 
 def _points(*scores: float, step_s: float = 10.0) -> list[Point]:
     return [Point(n, n * step_s, 2 * n * step_s, score) for n, score in enumerate(scores)]
-
-
-def test_the_newest_ended_run_of_a_seed_counts(tmp_path: Path):
-    file = tmp_path / "results.jsonl"
-    assert read(file) == []
-    runs = [
-        Run(OURS, 0, None),
-        Run(OURS, 0, _points(0.1, 0.2)),
-        Run(OURS, 0, None),
-        Run("trl", 0, None),
-    ]
-    file.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in runs))
-    assert read(file) == [runs[1], runs[3]]
 
 
 def test_the_second_of_a_gain_is_interpolated():
@@ -98,9 +83,9 @@ def test_the_best_way_of_the_other_is_the_baseline():
 
 def test_a_seed_that_is_in_no_figure_is_named():
     runs = [Run(OURS, 0, _points(0.1, 0.5)), Run(OURS, 2, None), Run(CONTROL, 0, None)]
-    assert absent(runs, [OURS, CONTROL]) == [
-        f"not there: {OURS}, seeds 1, 2 (begun)",
-        f"not there: {CONTROL}, seeds 0 (begun)",
+    assert absent(runs, jobs_of([OURS, CONTROL])) == [
+        f"not there: {CONTROL}: 0 (begun)",
+        f"not there: {OURS}: 1, 2 (begun)",
     ]
     assert panels(runs[1:], [OURS], ["wall_s"]) == []
     (panel,) = panels(runs, [OURS, CONTROL], ["cpu_s"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.parts import Run, ended, paired, read, run_part, turns
+from benchmarks.parts import Run, absent, ended, paired, read, run_part, turns
 
 
 def test_the_newest_ended_run_of_a_seed_counts(tmp_path: Path):
@@ -21,6 +21,12 @@ def test_seeds_that_were_only_begun_are_told_from_pairs():
     runs = [Run("a", 0, 1.0), Run("b", 0, 2.0), Run("a", 1, 1.0), Run("b", 2, None), Run("c", 3, 1)]
     assert paired(runs, ("a", "b")) == ([0], [1, 2])
     assert paired(runs, ("a", "d")) == ([], [0, 1])
+
+
+def test_a_wanted_seed_that_is_in_no_figure_is_named():
+    runs = [Run("a", 0, 1.0), Run("a", 2, None)]
+    wanted = turns("ab", range(3))
+    assert absent(runs, wanted) == ["not there: b: 0, 1, 2", "not there: a: 1, 2 (begun)"]
 
 
 def test_systems_alternate_within_and_between_seeds():

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks.learning_vs_trl import Point, Run
+from benchmarks.learning_vs_trl import Point
+from benchmarks.parts import Run
 from benchmarks.recording import append
 from benchmarks.vs_trl import OURS
 from docs.generate.results import IMAGES, PAGE, PARTS, RECORDED, ROOT, page, shown
@@ -41,5 +42,5 @@ def test_a_part_has_command_origin_table_picture_bars_and_what_is_not_there(tmp_
     assert table.splitlines()[2].startswith("| slipstream | 0 | 0.250 | 0.500 | 48 | 72 | 60 | 90")
     assert image.endswith("(images/results-learning.svg)")
     assert "bar lowest_gain: 0.250 of 1 seeds (needs >= 0.2): ok" in notes
-    assert "not there: slipstream, seeds 1, 2" in notes
-    assert "not there: slipstream-lr0, seeds 0" in notes
+    assert "not there: slipstream: 1, 2" in notes
+    assert "not there: slipstream-lr0: 0" in notes
