@@ -42,7 +42,7 @@ from benchmarks.weightbus.figures import table
 
 _SKIPPED = 3  # steps until the pipeline is filled
 _TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
-_MODES = ("sync", "async", "full")  # full: the difference of two long steps
+MODES = ("sync", "async", "full")  # full: the difference of two long steps
 _NEEDS = 0.85  # of the ceiling
 
 
@@ -75,7 +75,7 @@ def report(runs: Sequence[Run[Step]], bars: Bars) -> str:
     """Print the bars; return a row for each balance, and the repeats that are in no figure."""
     done, rows, lines = ended(runs), [], list[str]()
     for name, balance in BALANCES.items():
-        systems = [f"{name}-{mode}" for mode in _MODES]
+        systems = [f"{name}-{mode}" for mode in MODES]
         repeats, unfinished = paired(runs, systems)
         lines += [f"not ended: {name}, repeat {repeat}" for repeat in unfinished]
         if not repeats:
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--balance", action="append", choices=BALANCES, help="this one alone")
     parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
-    systems = [f"{name}-{mode}" for name in arguments.balance or BALANCES for mode in _MODES]
+    systems = [f"{name}-{mode}" for name in arguments.balance or BALANCES for mode in MODES]
 
     def work(system: str, repeat: int) -> Step:
         name, mode = system.rsplit("-", 1)

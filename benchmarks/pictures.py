@@ -97,11 +97,12 @@ def _panel(panel: Panel, colors: Mapping[str, str]) -> Iterator[str]:
 
 
 def _curve(seeds: Sequence[Track], color: str, scale: tuple[float, float]) -> list[str]:
-    """Draw as far as the shortest seed goes; ``scale`` is pixels per unit of x and y."""
+    """Draw where all seeds are; ``scale`` is pixels per unit of x and y."""
+    first = max(track[0][0] for track in seeds)
     last = min(track[-1][0] for track in seeds)
     drawn: dict[str, list[str]] = {"low": [], "mean": [], "high": []}
     for number in range(_GRID + 1):
-        x = last * number / _GRID
+        x = first + (last - first) * number / _GRID
         values = [value_at(track, x) for track in seeds]
         extremes = {"low": min(values), "mean": statistics.fmean(values), "high": max(values)}
         for name, value in extremes.items():

@@ -20,11 +20,13 @@ from benchmarks import (
     staleness_learning,
     vs_trl,
 )
+from benchmarks.async_vs_sync import BALANCES, MODES
 from benchmarks.bars import Bars
 from benchmarks.learning_vs_trl import CONTROL, SYSTEMS
 from benchmarks.parts import Run
-from benchmarks.pictures import Panel, svg
+from benchmarks.pictures import Panel, Track, svg
 from benchmarks.recording import RECORDED, Line, lines_of, origins
+from benchmarks.staleness_learning import BOUNDS
 from benchmarks.vs_trl import OURS
 from docs.generate.page_parts import generated
 
@@ -67,7 +69,22 @@ def _learning(name: str, systems: Sequence[str], seconds: Sequence[str], folder:
 
 def _balances(folder: Path) -> Figures:
     runs = parts.read(folder / "async_vs_sync.jsonl", async_vs_sync.Step)
-    return _reported(runs, async_vs_sync.report)
+    figures, done = _reported(runs, async_vs_sync.report), parts.ended(runs)
+    tracks: dict[str, list[Track]] = {}
+    for repeat in parts.paired(runs, [f"{n}-{m}" for n in BALANCES for m in MODES])[0]:
+        walls: dict[str, list[tuple[float, float]]] = {}
+        for name, balance in sorted(BALANCES.items(), key=lambda item: item[1].aimed):
+            sync, asynchronous, full = (done[f"{name}-{mode}"][repeat] for mode in MODES)
+            longer = max(full.generate_s / full.tokens * asynchronous.tokens, sync.train_s)
+            values = (sync.wall_s, asynchronous.wall_s, longer)
+            for title, value in zip(
+                ("synchronous", "asynchronous, bound 2", "max(g, t)"), values, strict=True
+            ):
+                walls.setdefault(title, []).append((balance.aimed, value))
+        for title, track in walls.items():
+            tracks.setdefault(title, []).append(track)
+    axes = {"title": "a step", "x": "generation over training, as aimed at", "y": "seconds"}
+    return figures._replace(panels=[Panel(curves=tracks, **axes)] if tracks else [])
 
 
 def _bounds(folder: Path) -> Figures:
@@ -75,7 +92,19 @@ def _bounds(folder: Path) -> Figures:
     figures, plan = _reported(runs, staleness_learning.report), staleness_learning.PLAN
     looks = ", ".join(map(str, plan.looks))
     stated = f"stated before: margin {plan.margin:g}, level {plan.level:g}, looks at {looks} pairs"
-    return figures._replace(notes=[stated, *figures.notes])
+    systems = {bound: staleness_learning.name_of(bound) for bound in (0, *BOUNDS)}
+    done, (seeds, _) = parts.ended(runs), parts.paired(runs, list(systems.values()))
+    tracks = [
+        [(bound, done[system][seed].accuracy) for bound, system in systems.items()]
+        for seed in seeds
+    ]
+    panel = Panel(
+        title=f"after {staleness_learning.STEPS} steps",
+        x="bound of staleness, steps; 0 is synchronous",
+        y="right answers, share of those held out",
+        curves={f"seeds: {len(seeds)}": tracks},
+    )
+    return figures._replace(notes=[stated, *figures.notes], panels=[panel] if seeds else [])
 
 
 def _reported(runs: Sequence[Run[R]], report: Callable[[Sequence[Run[R]], Bars], str]) -> Figures:
@@ -153,11 +182,13 @@ PARTS = {
     ),
     "throughput": Part(f"python -m benchmarks.vs_trl --out {_FOLDER} --path DIR", "", _throughput),
     "balances": Part(
-        f"python -m benchmarks.async_vs_sync --out {_FOLDER}/async_vs_sync.jsonl", "", _balances
+        f"python -m benchmarks.async_vs_sync --out {_FOLDER}/async_vs_sync.jsonl",
+        "Seconds of a step over the balance",
+        _balances,
     ),
     "bounds": Part(
         f"python -m benchmarks.staleness_learning --out {_FOLDER}/staleness_learning.jsonl",
-        "",
+        "Right answers over the bound",
         _bounds,
     ),
     "learner": Part(f"python -m benchmarks.bench_learner --out {_FOLDER}", "", _learner),

@@ -21,12 +21,13 @@ def test_ticks_are_round_and_reach_the_highest():
         assert ticks(highest)[-1] >= highest > ticks(highest)[-2]
 
 
-def test_a_band_reaches_from_the_lowest_to_the_highest_seed_as_far_as_all_go():
-    seeds = [[(0.0, 0.0), (4.0, 1.0)], [(0.0, 0.0), (2.0, 0.0)]]
+def test_a_band_reaches_from_the_lowest_to_the_highest_seed_where_all_are():
+    seeds = [[(0.0, 0.0), (4.0, 1.0)], [(1.0, 0.0), (2.0, 0.0)]]
     text = svg([Panel(title="t", x="minutes", y="right", curves={"ours": seeds})])
     band, mean = (path.get("d") for path in _paths(text) if path.get("d", "").count("L") > 9)
     low, high = band.removeprefix("M").removesuffix("Z").split("L")[60:62]  # at x = 2, the end
     assert (low, high) == ("400.0 280.0", "400.0 140.0")
+    assert mean.startswith("M200.0 245.0")  # at x = 1
     assert mean.split("L")[-1] == "400.0 210.0"
 
 
