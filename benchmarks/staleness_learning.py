@@ -1,13 +1,13 @@
 """Learning per sample at staleness bounds of 1, 2 and 4 steps, against synchronous training.
 
 Many runs of the quickstart's task and policy, every role real and settings the same but the bound:
-each trains STEPS steps of 16 groups of 8 answers, then answers 256 held-out problems. A pair is a
+each trains STEPS steps of 8 groups of 8 answers, then answers 256 held-out problems. A pair is a
 seed of a bound and of synchronous training (bound 0); bounds are in turns within a seed. The
 learner is slowed down (few tokens a microbatch), so that generation runs ahead as far as the bound
 lets it: the mean staleness of the trained tokens says how far, and a bar holds it to most of the
-bound. After STEPS steps synchronous training is where it gains the most from each (of seeds below
-FIRST_SEED, that are not compared), so that a loss of learning shows; MARGIN is what about two
-steps gain there.
+bound. STEPS was chosen by synchronous runs of seeds below FIRST_SEED, which are not compared: 0.42
+are right at the start, some 0.59, 0.76, 0.84 and 0.87 after 10, 20, 30 and 40 steps. After 20 a
+loss of learning shows. MARGIN is 15% of what was gained by then.
 
 Each bound is a claim and a sequential test of its own (``sequential``): its runs end when it is
 decided. Power is the chance to find a bound equivalent that is, with differences as spread as the
@@ -34,19 +34,19 @@ from benchmarks.weightbus.figures import table
 from slipstream.deploy.examples.addition import prepare
 
 BOUNDS = (1, 2, 4)  # staleness, in learner steps
-STEPS = 24
+STEPS = 20
 FIRST_SEED = 100
 MARGIN = 0.05  # share of right answers
 PLAN = Plan(margin=MARGIN, level=0.05, looks=(12, 24, 36, 48))
 SYNCHRONOUS = "bound-0"
-_REACHED = 0.7  # of the bound
+_REACHED = 0.6  # of the bound
 _SECTIONS = ("sampling", "generators", "reward", "learner", "algo")  # of the quickstart
 _CHANGED = {
     "run.group_size": 8,
-    "run.groups_per_step": 16,
+    "run.groups_per_step": 8,
     "broker.drop_zero_variance": "false",  # each sample is trained
     "generators.count": 1,
-    "learner.max_tokens_per_microbatch": 48,
+    "learner.max_tokens_per_microbatch": 32,
     "logging.trackers": "[]",
 }
 
