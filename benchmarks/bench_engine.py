@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.bars import Bars, NotRun
+from benchmarks.bars import Bars
 from benchmarks.recording import Line, append
 from benchmarks.run_measurement import CpuMeter, write_inputs
 from benchmarks.sglang_server import sglang_server
-from benchmarks.vs_trl import SMOLLM2
+from benchmarks.vs_trl import SMOLLM2, missing_smollm2
 from benchmarks.weightbus.figures import table
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import SamplingParams
@@ -214,8 +214,8 @@ def main() -> int:
     bars = Bars()
     for name in arguments.case or CASES:
         case = CASES[name]
-        if not case.hidden and not (SMOLLM2 / "config.json").exists():
-            missing = NotRun(f"there is no {SMOLLM2}: `make smollm2` makes it")
+        missing = None if case.hidden else missing_smollm2()
+        if missing is not None:
             bars.at_least(f"engine_{name}", missing, "of transformers' tokens", needs=NEEDS)
             continue
         with tempfile.TemporaryDirectory(prefix="be-") as work:

@@ -34,7 +34,7 @@ from benchmarks.parts import Run, absent, ended, read, run_part, turns
 from benchmarks.pictures import Panel
 from benchmarks.recording import RECORDED
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
-from benchmarks.vs_trl import OURS, WAYS, Way, missing_trl, run_trl
+from benchmarks.vs_trl import OURS, WAYS, Way, missing_smollm2, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
 from slipstream.broker.data.gym import gym_rows
 from slipstream.deploy.examples.addition import prepare, write_rows
@@ -355,7 +355,11 @@ def main() -> int:
         if missing is not None:
             print(missing.reason)
             systems = [system for system in systems if system in {OURS, CONTROL}]
-        _run_part(name, file, systems, arguments)
+        no_model = None if arguments.tiny else missing_smollm2()
+        if no_model is not None:
+            print(no_model.reason)
+        else:
+            _run_part(name, file, systems, arguments)
     bars, runs = Bars(), read(file, list[Point])
     print(runs_table(runs))
     learning_bars(runs, bars)

@@ -87,13 +87,6 @@ class Policy:
         else:
             _write_smollm2(folder)
 
-    @property
-    def missing(self) -> NotRun | None:
-        """Return why it cannot be trained here."""
-        if self.hidden or (SMOLLM2 / "config.json").exists():
-            return None
-        return NotRun(f"there is no {SMOLLM2}: `make smollm2` makes it")
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -233,7 +226,7 @@ def main() -> int:
         file = (arguments.out or work) / "vs_trl.jsonl"
         jobs = list[tuple[str, int]]()
         for policy, lengths in asked:
-            if not_run := without_trl or policy.missing:
+            if not_run := without_trl or (None if policy.hidden else missing_smollm2()):
                 print(f"{policy.name} was not run: {not_run.reason}")
             else:
                 jobs += jobs_of(policy, lengths, arguments.repeats)
@@ -255,6 +248,13 @@ def run_trl(
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     return run_command(command, environment, heard)
+
+
+def missing_smollm2() -> NotRun | None:
+    """Return why SmolLM2 cannot be trained here."""
+    if (SMOLLM2 / "config.json").exists():
+        return None
+    return NotRun(f"there is no {SMOLLM2}: `make smollm2` makes it")
 
 
 def missing_trl(path: str) -> NotRun | None:
