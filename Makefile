@@ -144,12 +144,13 @@ sbom: setup  ## a bill of materials of each lock, build/sbom/NAME.cdx.json
 		PYTHONPATH=.cache/sbom $(PY) -m cyclonedx_py requirements $$lock --output-format JSON \
 			--output-file build/sbom/$$(basename $$lock .txt).cdx.json && echo "$$lock" || exit 1; \
 	done
-docs:  ## generate docs/settings.md, metrics.md, models.md, tables of coming_from_verl.md, evidence.md, why.json
+docs:  ## generate docs/settings.md, metrics.md, models.md, parts of coming_from_verl.md, evidence.md, results.md, why.json
 	$(PY) -m docs.generate.settings > docs/settings.md
 	$(PY) -m docs.generate.metrics > docs/metrics.md
 	$(PY) -m docs.generate.models > docs/models.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.verl --write
+	$(PY) -m docs.generate.results --write
 	mkdir -p .cache && $(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
 	test-loaded rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \

@@ -1,4 +1,4 @@
-"""What asynchrony brings on this machine, against what it could bring.
+"""What asynchrony brings on this machine, against what it could bring, at three balances.
 
 Generator on core 0, learner on core 1, in both modes: each pool has hardware of its own, as on a
 cluster. No asynchronous step can be shorter than max(g, t), of what each side takes for a step's
@@ -8,18 +8,28 @@ runs of one long step each, the second twice the first, so that the end of a ste
 run empty, is left out. The bar is max(g, t) as a share of an asynchronous step. Runs of both modes
 alternate; medians are compared.
 
-usage: python -m benchmarks.async_vs_sync [--repeats 5] [--steps 8] [--groups 6] [--hidden 320]
+The balance is set by prompts and answers: training computes the prompt of each answer, generation
+once for a group of 8, token by token only what is answered. A step has 48 answers, geometric with
+mean 96 up to the limit of the balance. The measured g / t is printed next to the one aimed at. A
+repeat that was not ended in both modes is named, and is in no figure.
+
+usage: python -m benchmarks.async_vs_sync --out FILE [--minutes 90] [--repeats 5] [--steps 8]
+       python -m benchmarks.async_vs_sync --out FILE --report
 """
 
 import argparse
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.bars import Bars
+import msgspec
+
+from benchmarks.bars import Bars, NotRun
+from benchmarks.parts import Run, ended, paired, read, run_part, turns
 from benchmarks.run_measurement import (
     MAX_TOKENS,
-    MEAN_TOKENS,
     TAIL,
     Reading,
     median,
@@ -28,113 +38,149 @@ from benchmarks.run_measurement import (
     summary_of,
     write_inputs,
 )
+from benchmarks.weightbus.figures import table
 
 _SKIPPED = 3  # steps until the pipeline is filled
 _TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
+MODES = ("sync", "async", "full")  # full: the difference of two long steps
+_NEEDS = 0.85  # of the ceiling
 
 
-class Totals(NamedTuple):
-    """What a run did, or a step of it."""
+class Step(msgspec.Struct, frozen=True):
+    """What a run did in a step."""
 
+    wall_s: float
     generate_s: float  # seconds with something to generate
     train_s: float
     tokens: float  # generated
 
 
+class Balance(NamedTuple):
+    """Lengths, and the balance they are meant for."""
+
+    aimed: float  # g / t
+    prompt_tokens: int
+    most_tokens: int  # of an answer
+
+
+BALANCES = {
+    "generation_heavy": Balance(2.0, 6, MAX_TOKENS),
+    "even": Balance(1.0, 240, MAX_TOKENS),
+    "training_heavy": Balance(0.5, 360, 64),
+}
+_GROUPS, _GROUP_SIZE = 6, 8  # answers of a step
+_HIDDEN, _LAYERS = 320, 4
+
+
+def report(runs: Sequence[Run[Step]], bars: Bars) -> str:
+    """Print the bars; return a row for each balance, and the repeats that are in no figure."""
+    done, rows, lines = ended(runs), [], list[str]()
+    for name, balance in BALANCES.items():
+        systems = [f"{name}-{mode}" for mode in MODES]
+        repeats, unfinished = paired(runs, systems)
+        lines += [f"not ended: {name}, repeat {repeat}" for repeat in unfinished]
+        if not repeats:
+            missing = NotRun("no repeat was ended in both modes")
+            bars.at_least(f"async_efficiency_{name}", missing, "", needs=_NEEDS)
+            continue
+        sync, asynchronous, full = ([done[s][repeat] for repeat in repeats] for s in systems)
+        token_s = median([step.generate_s / step.tokens for step in full])
+        g = token_s * median([step.tokens for step in asynchronous])
+        t = median([step.train_s for step in sync])
+        walls = [median([step.wall_s for step in steps]) for steps in (sync, asynchronous)]
+        ceiling = max(g, t)
+        figures = (g, t, g / t, *walls, ceiling, walls[0] / walls[1], walls[0] / ceiling)
+        counts = (name, str(len(repeats)), f"{balance.aimed:g}")
+        rows.append((*counts, *(f"{figure:.2f}" for figure in figures)))
+        share = ceiling / walls[1]
+        bars.at_least(f"async_efficiency_{name}", share, "of the ceiling", needs=_NEEDS)
+    titles = ("balance", "repeats", "aimed g/t", "g", "t", "g/t", "sync s", "async s")
+    return "\n".join([table((*titles, "max(g, t)", "speed-up", "of at most"), rows), *lines])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file of the results")
+    parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=6, help="groups of 8 answers per step")
-    parser.add_argument("--hidden", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help="that are measured in a run")
+    parser.add_argument("--balance", action="append", choices=BALANCES, help="this one alone")
+    parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
-    print(
-        f"{arguments.groups} groups of 8 answers a step, lengths geometric with mean "
-        f"{MEAN_TOKENS}, at most {MAX_TOKENS}; {arguments.layers} layers, width {arguments.hidden}"
-    )
-    walls: dict[str, list[float]] = {"sync": [], "async": []}
-    shares: dict[str, list[Totals]] = {"sync": [], "async": []}
-    full: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="async-vs-sync-") as name:
-        folder = Path(name)
-        write_inputs(folder, hidden=arguments.hidden, layers=arguments.layers)
-        for repeat in range(arguments.repeats):
-            for mode in ("sync", "async"):
-                wall, step = _measure(folder, f"{mode}-{repeat}", mode, arguments)
-                walls[mode].append(wall)
-                shares[mode].append(step)
-                print(
-                    f"{mode} {repeat}: {wall:.3f} s a step; g {step.generate_s:.3f} s, "
-                    f"t {step.train_s:.3f} s, {step.tokens:.0f} tokens",
-                    flush=True,
-                )
-            full.append(_full_lanes_s(folder, repeat, arguments))
-            print(f"full lanes {repeat}: {1000 * full[-1]:.3f} ms a token", flush=True)
-    g = median(full) * median([step.tokens for step in shares["async"]])
-    t = median([step.train_s for step in shares["sync"]])
-    sync, asynchronous = median(walls["sync"]), median(walls["async"])
-    print(f"alone and full: generation g {g:.3f} s, training t {t:.3f} s per step")
-    print(
-        f"sync {sync:.3f} s, async {asynchronous:.3f} s per step: speed-up "
-        f"{sync / asynchronous:.3f} of at most {sync / max(g, t):.3f}"
-    )
+    systems = [f"{name}-{mode}" for name in arguments.balance or BALANCES for mode in MODES]
+
+    def work(system: str, repeat: int) -> Step:
+        name, mode = system.rsplit("-", 1)
+        with tempfile.TemporaryDirectory(prefix="async-vs-sync-") as folder:
+            step = _measure(Path(folder), BALANCES[name], mode, arguments.steps)
+        print(f"{system} {repeat}: {step}", flush=True)
+        return step
+
+    if not arguments.report:
+        jobs = turns(systems, range(arguments.repeats))
+        run_part(arguments.out, Step, arguments.minutes, jobs, work)
     bars = Bars()
-    bars.at_least("async_efficiency", max(g, t) / asynchronous, "of the ceiling", needs=0.85)
+    print(report(read(arguments.out, Step), bars))
     return bars.exit_code
 
 
-def _measure(
-    folder: Path, name: str, mode: str, arguments: argparse.Namespace
-) -> tuple[float, Totals]:
-    """Return the wall seconds of a step, and a step's share of what the run did."""
-    steps = arguments.steps + TAIL
-    readings = _run(folder, name, mode, arguments, steps=steps)
-    wall, _ = per_step(readings, skip=_SKIPPED, until=arguments.steps)
-    return wall, Totals(*(value / steps for value in _totals(folder, name)))
+def _measure(folder: Path, balance: Balance, mode: str, steps: int) -> Step:
+    """Return a step's share of what a run did."""
+    write_inputs(folder, hidden=_HIDDEN, layers=_LAYERS, repeated=balance.prompt_tokens // 6)
+    if mode == "full":
+        return _full_step(folder, balance, steps)
+    readings, totals = _run(folder, mode, balance, steps=steps + TAIL)
+    wall_s, _ = per_step(readings, skip=_SKIPPED, until=steps)
+    step = _share(totals, steps + TAIL)
+    return msgspec.structs.replace(step, wall_s=wall_s)
 
 
-def _full_lanes_s(folder: Path, repeat: int, arguments: argparse.Namespace) -> float:
-    """Return the seconds of a token where lanes never run empty."""
-    done = []
-    for batches in (arguments.steps, 2 * arguments.steps):
-        name = f"full-{repeat}-{batches}"
-        _run(folder, name, "sync", arguments, steps=1, batches=batches)
-        done.append(_totals(folder, name))
-    shorter, longer = done
-    return (longer.generate_s - shorter.generate_s) / (longer.tokens - shorter.tokens)
+def _full_step(folder: Path, balance: Balance, steps: int) -> Step:
+    """Return a step in which lanes never run empty."""
+    _, shorter = _run(folder, "sync", balance, steps=1, batches=steps // 2)
+    _, longer = _run(folder, "sync", balance, steps=1, batches=steps)
+    before, after = msgspec.structs.astuple(shorter), msgspec.structs.astuple(longer)
+    added = Step(*(b - a for a, b in zip(before, after, strict=True)))
+    return _share(added, steps - steps // 2)
 
 
-def _totals(folder: Path, name: str) -> Totals:
-    roles = {role["name"]: role for role in summary_of(folder, name)["roles"]}
-    trained = roles["learner"]["phase_seconds"]
-    generator = roles["generator-0"]
-    return Totals(
-        generate_s=generator["phase_seconds"]["generate"],
-        train_s=sum(trained.get(phase, 0.0) for phase in _TRAIN_PHASES),
-        tokens=generator["pace"]["tokens"],
-    )
+def _share(totals: Step, steps: int) -> Step:
+    return Step(*(total / steps for total in msgspec.structs.astuple(totals)))
 
 
 def _run(
     folder: Path,
-    name: str,
     mode: str,
-    arguments: argparse.Namespace,
+    balance: Balance,
     *,
     steps: int,
     batches: int = 1,  # number for each step
-) -> list[Reading]:
+) -> tuple[list[Reading], Step]:
+    """Do a run; return its readings, and what it did in all, seconds from the launch included."""
+    answers, began_s, name = _GROUPS * _GROUP_SIZE, time.monotonic(), f"{mode}-{batches}"
     settings = {
         "run.mode": mode,
         "run.steps": steps,
-        "run.group_size": 8,
-        "run.groups_per_step": batches * arguments.groups,
-        "generators.max_sequences": 8 * arguments.groups,
-        "generators.max_cached_tokens": 8 * arguments.groups * (MAX_TOKENS // 2),
+        "run.group_size": _GROUP_SIZE,
+        "run.groups_per_step": batches * _GROUPS,
+        "sampling.max_prompt_tokens": balance.prompt_tokens,
+        "sampling.max_response_tokens": balance.most_tokens,
+        "generators.max_sequences": answers,
+        "generators.max_cached_tokens": answers * (balance.prompt_tokens + MAX_TOKENS // 2),
+        "generators.siblings_together": "true",
         "deploy.cores": "{ generator = [0], learner = [1] }",
     }
-    return run_slipstream(folder, name, settings)
+    readings = run_slipstream(folder, name, settings)
+    summary: Any = summary_of(folder, name)
+    spent = {role["name"]: role["phase_seconds"] for role in summary["roles"]}
+    return readings, Step(
+        wall_s=readings[-1].wall_s - began_s,
+        generate_s=spent["generator-0"]["generate"],
+        train_s=sum(spent["learner"].get(phase, 0.0) for phase in _TRAIN_PHASES),
+        tokens=sum(summary["staleness_histogram"].values()),  # all are trained
+    )
 
 
 if __name__ == "__main__":

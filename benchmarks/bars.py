@@ -1,5 +1,6 @@
 """What every benchmark prints: one line per bar, and an exit code."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -10,11 +11,16 @@ class NotRun:
     reason: str
 
 
-class Bars:
-    """Collects the bars of one benchmark."""
+def _printed(line: str) -> None:
+    print(line, flush=True)
 
-    def __init__(self) -> None:
+
+class Bars:
+    """Collects the bars of one benchmark; ``show`` gets each line."""
+
+    def __init__(self, show: Callable[[str], None] = _printed) -> None:
         self._short = False
+        self._show = show
 
     def at_least(self, name: str, value: float | NotRun, unit: str, *, needs: float) -> None:
         """Print a bar that must reach a value."""
@@ -30,10 +36,10 @@ class Bars:
         self._short = self._short or not ok
         figure, verdict = "-", "short (not run)"
         if isinstance(value, NotRun):
-            print(f"{name} was not run: {value.reason}")
+            self._show(f"{name} was not run: {value.reason}")
         else:
             figure, verdict = f"{value:.3f}", "ok" if ok else "short"
-        print(f"bar {name}: {figure} {unit} (needs {needs}): {verdict}", flush=True)
+        self._show(f"bar {name}: {figure} {unit} (needs {needs}): {verdict}")
 
     @property
     def exit_code(self) -> int:

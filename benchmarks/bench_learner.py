@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.bars import Bars
+from benchmarks.recording import Line, append
 from benchmarks.weightbus.figures import table
 from slipstream.deploy.examples.addition import SHIPPED_POLICY
 
@@ -53,6 +54,7 @@ LR, BETAS, CLIP_NORM = 1e-6, (0.9, 0.95), 1.0
 _TOP = 25
 _EXAMPLES = """examples:
   python -m benchmarks.bench_learner
+  python -m benchmarks.bench_learner --out benchmarks/recorded
   python -m benchmarks.bench_learner --case quickstart --rounds 15
   python -m benchmarks.bench_learner --profile"""
 
@@ -119,6 +121,13 @@ class Step(NamedTuple):
     cpu_s: float
     loss: float
     norm: float  # of the gradient, before clipping
+
+
+class Measured(Line, frozen=True):
+    """The steps of each way, warm-up first."""
+
+    case: str
+    steps: dict[str, list[Step]]
 
 
 # ---- the inputs ---------------------------------------------------------------
@@ -297,7 +306,7 @@ def _transformers_step(way: str, case: Case, folder: Path) -> Callable[[], Step]
         losses = []
         for inputs, given in microbatches:
             loss = loss_of(inputs, given)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -374,25 +383,22 @@ def remaining(steps: dict[str, list[Step]]) -> list[str]:
     return [way for way in steps if way == OURS or least[way] <= GIVEN_UP * cheapest]
 
 
-def report(bars: Bars, name: str, steps: dict[str, list[Step]]) -> None:
-    """Print the medians of one case, and its bar."""
+def report(bars: Bars, name: str, steps: dict[str, list[Step]]) -> str:
+    """Print the bars of one case; return a table of its medians."""
     medians = {way: statistics.median(s.cpu_s for s in done[1:]) for way, done in steps.items()}
-    cheapest = min(THEIRS, key=lambda way: medians[way])
+    cheapest = min(medians[way] for way in THEIRS)
     rows = []
     for way, done in steps.items():
         seconds = [step.cpu_s for step in done[1:]]
         spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
-        of_cheapest = f"{medians[way] / medians[cheapest]:.2f}"
-        first = done[0]
-        values = (f"{medians[way]:.3f}", spread, of_cheapest)
-        rows.append((way, str(len(seconds)), *values, f"{first.loss:.6f}", f"{first.norm:.6f}"))
-    title = ("way", "rounds", "CPU s", "least to most", "of cheapest", "loss", "norm")
-    print(f"{name}\n{table(title, rows)}", flush=True)
-    print(f"the cheapest way of transformers is {cheapest}")
+        values = (f"{medians[way]:.3f}", spread, f"{medians[way] / cheapest:.2f}")
+        rows.append((way, str(len(seconds)), *values, f"{done[0].loss:.6f}", f"{done[0].norm:.6f}"))
     largest = max(difference(steps[OURS][0], steps[way][0]) for way in THEIRS)
     bars.at_most(f"learner_agrees_{name}", largest, "relative difference", needs=AGREE)
-    ratio = medians[OURS] / medians[cheapest]
+    ratio = medians[OURS] / cheapest
     bars.at_most(f"learner_cpu_seconds_{name}", ratio, "x", needs=NEEDS)
+    title = ("way", "rounds", "CPU s", "least to most", "of cheapest", "loss", "norm")
+    return table(title, rows)
 
 
 def difference(one: Step, other: Step) -> float:
@@ -410,6 +416,7 @@ def main() -> int:
     )
     parser.add_argument("--case", choices=sorted(CASES), action="append", default=[])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="folder whose learner.jsonl gets the steps")
     parser.add_argument(
         "--profile", action="store_true", help="print where the learner's time goes"
     )
@@ -419,7 +426,9 @@ def main() -> int:
     bars = Bars()
     for name in arguments.case or CASES:
         steps, profile = measure(name, arguments.rounds, profile=arguments.profile)
-        report(bars, name, steps)
+        print(f"{name}\n{report(bars, name, steps)}", flush=True)
+        if arguments.out:
+            append(arguments.out / "learner.jsonl", Measured(name, steps))
         if profile:
             print(profile)
     return bars.exit_code

@@ -1,22 +1,23 @@
-"""Held-out score over seconds, against TRL's GRPOTrainer: same policy, data and algorithm.
+"""Held-out score over seconds, against TRL's GRPOTrainer: same policy, data, reward, algorithm.
 
 Both train with DAPO's reduction (mean over tokens), clipping of 0.2, advantages divided by the
 deviation of the group, no KL, one update a step by AdamW (0.9, 0.95), and answer held-out prompts
-greedily at intervals; one function scores them. Weights of TRL are float32, since it rounds most
-updates of bfloat16 away; ours are of the folder's type, with float32 copies in the optimizer.
-Seconds count from the launch of the command. Evaluations are in ours, and left out of TRL's. TRL
-runs in the ways of vs_trl, and the best one is the baseline.
+greedily at intervals; the reward of the settings scores all answers. Weights of TRL are float32,
+since it rounds most updates of bfloat16 away; ours are of the folder's type, with float32 copies
+in the optimizer. Seconds count from the launch of the command. Our evaluations are in them, where
+the engine answers beside training; what TRL's take, in padded batches, is left out and recorded.
+TRL runs in the ways of vs_trl, and the best one is the baseline. The control is ours with a
+learning rate of 0, for one seed.
 
 A run that a part had no time to end is a line without points, made again by the next part. A pair
 is a seed that both ended. The other seeds are named and are in no figure.
 
-usage: python -m benchmarks.learning_vs_trl --out FOLDER --path DIR [--minutes 90] [--tiny]
-       python -m benchmarks.learning_vs_trl --out FOLDER --report
+usage: python -m benchmarks.learning_vs_trl --path DIR [--minutes 90] [--tiny]
+       python -m benchmarks.learning_vs_trl --system slipstream --system slipstream-lr0
+       python -m benchmarks.learning_vs_trl --report
 """
 
 import argparse
-import json
-import signal
 import statistics
 import tempfile
 import time
@@ -24,22 +25,28 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of
-from benchmarks.vs_trl import WAYS, Way, missing_trl, run_trl
+from benchmarks.parts import Run, absent, ended, read, run_part, turns
+from benchmarks.pictures import Panel
+from benchmarks.recording import RECORDED
+from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
+from benchmarks.vs_trl import OURS, WAYS, Way, missing_smollm2, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
 from slipstream.broker.data.gym import gym_rows
 from slipstream.deploy.examples.addition import prepare, write_rows
 
 GAIN = 0.2
-OURS = "slipstream"
+CONTROL = "slipstream-lr0"
+SYSTEMS = (OURS, CONTROL, *(way.name for way in WAYS))
+SEEDS = 3
 _NEEDS = 0.8  # share of TRL's seconds
-_COLORS = {OURS: "#0b62c4", "trl": "#b3003c"}
+_FLAT = 0.02  # between evaluations of the control
+_STARTS = (0.1, 0.4)  # least and most right at the start
+_MINUTES = 60
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
@@ -49,34 +56,19 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     wall_s: float  # since the launch
     cpu_s: float  # CPU seconds of all processes
     score: float  # share of right answers
+    left_out_wall_s: float = 0.0  # what evaluations before it took beyond these seconds
+    left_out_cpu_s: float = 0.0
+
+    @property
+    def whole_wall_s(self) -> float:
+        return self.wall_s + self.left_out_wall_s
+
+    @property
+    def whole_cpu_s(self) -> float:
+        return self.cpu_s + self.left_out_cpu_s
 
 
-class Run(msgspec.Struct, frozen=True):
-    """A line of the results."""
-
-    system: str
-    seed: int
-    points: list[Point] | None  # None where the part had no time to end it
-
-
-def read(path: Path) -> list[Run]:
-    """Return a line of each system and seed: the newest that ended, or one that did not."""
-    newest: dict[tuple[str, int], Run] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        run = msgspec.json.decode(line, type=Run)
-        before = newest.get((run.system, run.seed))
-        if run.points is not None or before is None:
-            newest[run.system, run.seed] = run
-    return list(newest.values())
-
-
-def ended(runs: Sequence[Run]) -> dict[str, dict[int, list[Point]]]:
-    """Return system -> seed -> points of the runs that ended."""
-    found: dict[str, dict[int, list[Point]]] = {}
-    for run in runs:
-        if run.points is not None:
-            found.setdefault(run.system, {})[run.seed] = run.points
-    return found
+Runs: TypeAlias = Sequence[Run[list[Point]]]
 
 
 def seconds_to(points: Sequence[Point], figure: str, gain: float = GAIN) -> float | None:
@@ -115,118 +107,95 @@ def ratio(
     return statistics.median(parts)
 
 
-def report(runs: Sequence[Run], bars: Bars) -> str:
-    """Print the bars; return a table of all pairs and the seeds that are none."""
-    done, rows = ended(runs), []
-    ours = done.get(OURS, {})
-    for system, seeds in sorted(done.items()):
-        for seed, points in sorted(seeds.items()):
-            reached = [seconds_to(points, figure) for figure in ("wall_s", "cpu_s")]
-            scores = f"{points[0].score:.3f}", f"{points[-1].score:.3f}"
-            texts = ["-" if s is None else f"{s:.0f}" for s in reached]
-            rows.append((system, str(seed), *scores, *texts))
+def learning_bars(runs: Runs, bars: Bars) -> None:
+    """Print the bars of ours and its control."""
+    done = ended(runs)
+    ours, control = list(done.get(OURS, {}).values()), done.get(CONTROL, {})
+    nothing = NotRun(f"{OURS} has ended no run")
+    starts = [points[0].score for points in ours]
+    gains = [points[-1].score - points[0].score for points in ours]
+    of_seeds = f"of {len(ours)} seeds"
+    bars.at_least("lowest_start", min(starts, default=nothing), of_seeds, needs=_STARTS[0])
+    bars.at_most("highest_start", max(starts, default=nothing), of_seeds, needs=_STARTS[1])
+    bars.at_least("lowest_gain", min(gains, default=nothing), of_seeds, needs=GAIN)
+    minutes = [points[-1].wall_s / 60 for points in ours]
+    bars.at_most("longest_run", max(minutes, default=nothing), "minutes", needs=_MINUTES)
+    scores = [[point.score for point in points] for points in control.values()]
+    moved = max((max(each) - min(each) for each in scores), default=NotRun(f"no {CONTROL}"))
+    bars.at_most("control_moves", moved, "between evaluations", needs=_FLAT)
+
+
+def trl_bars(runs: Runs, bars: Bars) -> list[str]:
+    """Print the bars against TRL; return what they would be with its evaluations counted."""
+    done, notes = ended(runs), []
+    ours, names = done.get(OURS, {}), [way.name for way in WAYS if way.name in done]
     for figure in ("wall_s", "cpu_s"):
-        values = {
-            system: ratio(ours, seeds, figure) for system, seeds in done.items() if system != OURS
-        }
-        known = {system: value for system, value in values.items() if isinstance(value, float)}
+        values = {name: ratio(ours, done[name], figure) for name in names}
+        known = {name: value for name, value in values.items() if isinstance(value, float)}
         best = max(known, key=known.__getitem__) if known else ""  # best of TRL's ways
         missing = next(iter(values.values()), NotRun("TRL has ended no run"))
         name = f"{figure[:-2]}_seconds_to_gain"
         bars.at_most(name, known.get(best, missing), f"of {best or 'TRL'}'s", needs=_NEEDS)
-    titles = ("system", "seed", "start", "end", f"wall s to +{GAIN:g}", f"CPU s to +{GAIN:g}")
-    lines = [table(titles, rows)]
-    lines += [f"not ended: {run.system}, seed {run.seed}" for run in runs if run.points is None]
-    return "\n".join(lines)
+        if best and isinstance(whole := ratio(ours, done[best], f"whole_{figure}"), float):
+            notes.append(f"{name}: {whole:.3f} of {best}'s with its evaluations")
+    return notes
 
 
-# ---- the picture -------------------------------------------------------------
-
-_PANEL = (440, 300)  # pixels
-_MARGIN = (56, 44)
-_GRID = 60  # points of a curve
-
-
-def score_at(points: Sequence[Point], figure: str, second: float) -> float:
-    """Return the score at a second, by interpolation; the last one after the end."""
-    for before, after in pairwise(points):
-        start, end = getattr(before, figure), getattr(after, figure)
-        if start <= second <= end:
-            part = (second - start) / (end - start) if end > start else 1.0
-            return before.score + part * (after.score - before.score)
-    return points[-1].score
-
-
-def svg(runs: Sequence[Run]) -> str:
-    """Return mean scores over seconds; a band from the lowest seed to the highest."""
-    done = ended(runs)
-    width, height = 2 * (_PANEL[0] + _MARGIN[0]) + 20, _PANEL[1] + 2 * _MARGIN[1]
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" '
-        'fill="#1a1a1a">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    for number, (figure, title) in enumerate((("wall_s", "wall s"), ("cpu_s", "CPU s"))):
-        left, top = _MARGIN[0] + number * (_PANEL[0] + _MARGIN[0]), _MARGIN[1]
-        longest = max(getattr(p[-1], figure) for seeds in done.values() for p in seeds.values())
-        lines += [
-            f'<rect x="{left}" y="{top}" width="{_PANEL[0]}" height="{_PANEL[1]}" fill="none" '
-            'stroke="#1a1a1a"/>',
-            f'<text x="{left}" y="{top + _PANEL[1] + 18}">0</text>',
-            f'<text x="{left + _PANEL[0]}" y="{top + _PANEL[1] + 18}" text-anchor="end">'
-            f"{longest:.0f} {title}</text>",
-            f'<text x="{left - 6}" y="{top + _PANEL[1]}" text-anchor="end">0</text>',
-            f'<text x="{left - 6}" y="{top + 10}" text-anchor="end">1</text>',
-        ]
-        for row, (system, seeds) in enumerate(sorted(done.items())):
-            lines += _curve(list(seeds.values()), figure, longest, (left, top), system)
-            lines.append(
-                f'<text x="{left + 8}" y="{top + 18 + 16 * row}" fill="{_color(system)}">'
-                f"{system}, {len(seeds)} seeds</text>"
-            )
-    return "\n".join([*lines, "</svg>", ""])
+def runs_table(runs: Runs) -> str:
+    """Return a table of all runs that ended."""
+    rows = []
+    for system, seeds in sorted(ended(runs).items()):
+        for seed, points in sorted(seeds.items()):
+            last = points[-1]
+            reached = [seconds_to(points, figure) for figure in ("wall_s", "cpu_s")]
+            texts = ["-" if second is None else f"{second:.0f}" for second in reached]
+            taken = last.wall_s, last.cpu_s, last.left_out_wall_s, last.left_out_cpu_s
+            scores = f"{points[0].score:.3f}", f"{last.score:.3f}"
+            rows.append((system, str(seed), *scores, *texts, *(f"{value:.0f}" for value in taken)))
+    gain = f"+{GAIN:g}"
+    titles = ("system", "seed", "start", "end", f"wall s to {gain}", f"CPU s to {gain}")
+    return table((*titles, "wall s", "CPU s", "left out: wall s", "CPU s"), rows)
 
 
-def _color(system: str) -> str:
-    return _COLORS[OURS if system == OURS else "trl"]
+def jobs_of(systems: Sequence[str], count: int = SEEDS) -> list[tuple[str, int]]:
+    """Return all runs, systems in turns within a seed; the control has one seed."""
+    return [job for job in turns(systems, range(count)) if job[0] != CONTROL or job[1] == 0]
 
 
-def _curve(
-    seeds: list[list[Point]], figure: str, longest: float, corner: tuple[int, int], system: str
-) -> list[str]:
-    """Draw as far as the shortest run goes."""
-    last = min(getattr(points[-1], figure) for points in seeds)
-    drawn: dict[str, list[str]] = {"low": [], "mean": [], "high": []}
-    for number in range(_GRID + 1):
-        second = last * number / _GRID
-        x = corner[0] + _PANEL[0] * second / longest
-        scores = [score_at(points, figure, second) for points in seeds]
-        values = {"low": min(scores), "mean": statistics.fmean(scores), "high": max(scores)}
-        for name, value in values.items():
-            drawn[name].append(f"{x:.1f} {corner[1] + _PANEL[1] * (1 - value):.1f}")
-    color, band = _color(system), drawn["low"] + drawn["high"][::-1]
+def panels(runs: Runs, systems: Sequence[str], figures: Sequence[str]) -> list[Panel]:
+    """Return scores over seconds, or over minutes where runs are long; none without runs."""
+    done = {system: seeds for system, seeds in ended(runs).items() if system in systems}
+    last = [points[-1] for seeds in done.values() for points in seeds.values()]
+    if not last:
+        return []
+    unit, name = (60, "minutes") if last[0].wall_s > 600 else (1, "seconds")
+    titles = {"wall_s": "wall time", "cpu_s": "CPU time of all processes"}
     return [
-        f'<path d="M{"L".join(band)}Z" fill="{color}" fill-opacity="0.15"/>',
-        f'<path d="M{"L".join(drawn["mean"])}" fill="none" stroke="{color}" stroke-width="2"/>',
+        Panel(
+            title=titles[figure],
+            x=name,
+            y="right answers, share of those held out",
+            curves={
+                f"{system}, seeds: {len(done[system])}": [
+                    [(getattr(point, figure) / unit, point.score) for point in points]
+                    for points in done[system].values()
+                ]
+                for system in systems
+                if system in done
+            },
+        )
+        for figure in figures
     ]
 
 
 # ---- runs --------------------------------------------------------------------
-
-_REWARD = """
-def score(data_source, solution_str, ground_truth, extra_info):
-    \"\"\"1.0 if the answer is the truth and nothing else.\"\"\"
-    return float(solution_str.strip() == ground_truth)
-"""
-_LEAST_HELD_OUT = 128
 
 
 class Task:
     """Shipped settings and their data, as files that both sides read."""
 
     def __init__(self, name: str, folder: Path, *, steps: int, every: int) -> None:
-        """Write policy, prompts and reward.
+        """Write policy and prompts.
 
         Args:
             name: of a file in configs.
@@ -243,39 +212,13 @@ class Task:
             prepare(folder)
         else:
             (folder / "model").symlink_to(ROOT / self.run["model"])
-            self._write_gym()
-        (folder / "reward.py").write_text(_REWARD)
+            write_gym(folder, self.config)
         (folder / "run.toml").write_text("")
 
-    def _write_gym(self) -> None:
-        """Write problems as texts in the chat template."""
-        from transformers import AutoTokenizer
-
-        template = AutoTokenizer.from_pretrained(self.folder / "model").apply_chat_template
-        system = {"role": "system", "content": self.config["data"]["system_prompt"]}
-        parts = {"train": self.config["data"]["sources"], "held_out": self.config["eval"]["sets"]}
-        for name, tables in parts.items():
-            (source,) = tables.values()
-            size = max(_LEAST_HELD_OUT, source["size"])
-            made = gym_rows(
-                source["reasoning_gym"],
-                size=size,
-                seed=source["seed"],
-                options=source.get("options", {}),
-                setting=name,
-            )
-            rows = []
-            for row in made:
-                asked = [system, {"role": "user", "content": row.values["prompt"]}]
-                prompt = template(asked, tokenize=False, add_generation_prompt=True)
-                rows.append({"prompt": prompt, "ground_truth": row.values["ground_truth"]})
-            write_rows(self.folder / f"{name}.jsonl", rows)
-
-    def slipstream(self, seed: int) -> list[Point]:
-        plain = (str, int, float)
+    def slipstream(self, seed: int, *, is_control: bool = False) -> list[Point]:
         settings = {
-            f"{section}.{key}": value if type(value) in plain else json.dumps(value)
-            for section in ("sampling", "generators", "learner")
+            f"{section}.{key}": value if isinstance(value, str) else toml(value)
+            for section in ("sampling", "generators", "learner", "reward")
             for key, value in self.config[section].items()
         } | {
             "run.seed": seed,
@@ -289,6 +232,8 @@ class Task:
             "eval.every_steps": self.every,
             "deploy.time_limit_s": 100_000,
         }
+        if is_control:
+            settings["learner.lr"] = 0
         began_s, name = time.monotonic(), f"seed-{seed}-{time.time_ns()}"
         readings = run_slipstream(self.folder, name, settings)
         rounds: Any = summary_of(self.folder, name)["eval"]
@@ -307,6 +252,7 @@ class Task:
             "microbatch": min(64, samples // 2),
             "dtype": "float32",
             "path": path,
+            "reward": self.config["reward"],
             "seed": seed,
             "lr": self.config["learner"]["lr"],
             "group_size": self.run["group_size"],
@@ -322,6 +268,31 @@ class Task:
         began_s = time.monotonic()
         readings = run_trl(self.folder, job, hear)
         return points_of(readings, began_s, scores, spent)
+
+
+def write_gym(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the problems of shipped settings as texts in the chat template of folder/model."""
+    from transformers import AutoTokenizer
+
+    template = AutoTokenizer.from_pretrained(folder / "model").apply_chat_template
+    system = {"role": "system", "content": config["data"]["system_prompt"]}
+    parts = {"train": config["data"]["sources"], "held_out": config["eval"]["sets"]}
+    for name, tables in parts.items():
+        (source,) = tables.values()
+        made = gym_rows(
+            source["reasoning_gym"],
+            size=source["size"],
+            seed=source["seed"],
+            options=source.get("options", {}),
+            setting=name,
+        )
+        rows = []
+        for row in made:
+            values = row.values or {}
+            asked = [system, {"role": "user", "content": values["prompt"]}]
+            prompt = template(asked, tokenize=False, add_generation_prompt=True)
+            rows.append({"prompt": prompt, "ground_truth": values["ground_truth"]})
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
 def points_of(
@@ -343,69 +314,56 @@ def points_of(
     for reading in readings:
         if reading.step in scores:
             wall_s, cpu_s = reading.wall_s - began_s - left_out[0], reading.cpu_s - left_out[1]
-            points.append(Point(reading.step, wall_s, cpu_s, scores[reading.step]))
+            points.append(Point(reading.step, wall_s, cpu_s, scores[reading.step], *left_out))
             left_out = spent.get(reading.step, left_out)
     return points
 
 
-def run_part(task: Task, file: Path, arguments: argparse.Namespace) -> None:
-    """Do what the file lacks, systems in turns within a seed, until the minutes are over."""
-    deadline_s = time.monotonic() + 60 * arguments.minutes
+def _run_part(name: str, file: Path, systems: Sequence[str], arguments: argparse.Namespace) -> None:
+    packages, jobs = arguments.path, jobs_of(systems, arguments.seeds)
+    ways = {way.name: way for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
+        task = Task(name, Path(folder) / name, steps=arguments.steps, every=arguments.every)
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
+        def work(system: str, seed: int) -> list[Point]:
+            if system in ways:
+                return task.trl(seed, ways[system], packages)
+            return task.slipstream(seed, is_control=system == CONTROL)
 
-    signal.signal(signal.SIGALRM, stop)
-    ways: dict[str, Way | None] = {OURS: None, **{way.name: way for way in WAYS}}
-    for seed in range(arguments.seeds):
-        done = ended(read(file))
-        order = list(ways)[:: 1 if seed % 2 == 0 else -1]
-        for system in [name for name in order if name in (arguments.system or ways)]:
-            left_s = int(deadline_s - time.monotonic())
-            if seed in done.get(system, {}):
-                continue
-            if left_s < 1:
-                return
-            signal.alarm(left_s)
-            way, points = ways[system], None
-            try:
-                points = task.trl(seed, way, arguments.path) if way else task.slipstream(seed)
-            except TimeoutError:
-                print(f"{system}, seed {seed} was not ended", flush=True)
-            signal.alarm(0)
-            with file.open("ab") as lines:
-                lines.write(msgspec.json.encode(Run(system, seed, points)) + b"\n")
+        run_part(file, list[Point], arguments.minutes, jobs, work, packages=packages)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--report", action="store_true", help="table, bars and picture alone")
+    parser.add_argument("--out", type=Path, default=RECORDED, help="folder of the results")
+    parser.add_argument("--report", action="store_true", help="table and bars alone")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's policy and task")
     parser.add_argument("--path", default="", help="folder with trl and datasets")
     parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=0, help="of a run; 0: as the settings say")
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
-    names = [OURS, *(way.name for way in WAYS)]
-    parser.add_argument("--system", action="append", choices=names, help="this one alone")
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="this one alone")
     arguments = parser.parse_args()
     name = "quickstart" if arguments.tiny else "smollm2"
-    arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"learning_{name}.jsonl"
-    missing = missing_trl(arguments.path)
-    if not arguments.report and missing is None:
-        with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
-            task = Task(name, Path(folder) / name, steps=arguments.steps, every=arguments.every)
-            run_part(task, file, arguments)
-    elif missing is not None and not arguments.report:
-        print(missing.reason)
-    bars, runs = Bars(), read(file)
-    print(report(runs, bars))
-    if ended(runs):
-        file.with_suffix(".svg").write_text(svg(runs), "utf-8")
+    systems = [system for system in SYSTEMS if system in (arguments.system or SYSTEMS)]
+    if not arguments.report:
+        missing = missing_trl(arguments.path)
+        if missing is not None:
+            print(missing.reason)
+            systems = [system for system in systems if system in {OURS, CONTROL}]
+        no_model = None if arguments.tiny else missing_smollm2()
+        if no_model is not None:
+            print(no_model.reason)
+        else:
+            _run_part(name, file, systems, arguments)
+    bars, runs = Bars(), read(file, list[Point])
+    print(runs_table(runs))
+    learning_bars(runs, bars)
+    print("\n".join([*trl_bars(runs, bars), *absent(runs, jobs_of(SYSTEMS))]))
     return bars.exit_code
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 
@@ -37,11 +38,12 @@ def score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def write_inputs(folder: Path, *, hidden: int, layers: int) -> None:
-    """Write policy, prompts and reward."""
+def write_inputs(folder: Path, *, hidden: int, layers: int, repeated: int = 1) -> None:
+    """Write policy, prompts (six tokens, repeated) and reward."""
     write_blank_model(folder / "model", hidden=hidden, layers=layers, vocab_size=MEAN_TOKENS)
     write_random_weights(folder / "model", scale=0.02, seed=5)
-    rows = [{"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": "1"} for i in range(2000)]
+    prompts = [repeated * f"{i % 100:02d}+{i // 100:02d}=" for i in range(2000)]
+    rows = [{"prompt": prompt, "ground_truth": "1"} for prompt in prompts]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     (folder / "run.toml").write_text("")
@@ -185,8 +187,16 @@ def _readings(process: "subprocess.Popen[bytes]", step_now: Callable[[], int]) -
         time.sleep(_POLL_S)
 
 
-def summary_of(folder: Path, name: str) -> dict[str, object]:
-    figures: dict[str, object] = json.loads((folder / "runs" / name / "summary.json").read_text())
+def toml(value: object) -> str:
+    """Return a value as a setting on the command line has it."""
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return json.dumps(value)
+
+
+def summary_of(folder: Path, name: str) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
     return figures
 
 

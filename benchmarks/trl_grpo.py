@@ -3,15 +3,19 @@
 usage: python -m benchmarks.trl_grpo FOLDER JOB, as benchmarks.vs_trl starts it
 """
 
-import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from slipstream.broker.rewards.loading import load_function
+from slipstream.broker.rewards.outcomes import outcome_of
+from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +51,33 @@ def greedy_answers(
         )
     model.train()
     return texts
+
+
+def scorer(
+    function: str, options: Mapping[str, Json]
+) -> Callable[[Sequence[str], Sequence[Json]], list[float]]:
+    """Return a reward of ours as a function of answers and their truths, all that it may read.
+
+    Args:
+        function: MODULE:NAME or FILE.py:NAME, as ``reward.function``.
+        options: as ``reward.options``.
+    """
+    reward = load_function(function, options)
+
+    def score(answers: Sequence[str], truths: Sequence[Json]) -> list[float]:
+        scores = []
+        for answer, truth in zip(answers, truths, strict=True):
+            prompt = Prompt(prompt="", ground_truth=truth)
+            transcript = Transcript(
+                prompt=prompt, response=answer, num_response_tokens=1, finish_reason="stop"
+            )
+            outcome = outcome_of(reward.call([transcript]))
+            if outcome.reward is None:
+                raise ValueError(f"{function} gave {answer!r} no reward: {outcome.unavailable}")
+            scores.append(outcome.reward)
+        return scores
+
+    return score
 
 
 def _cache(job: dict[str, Any]) -> dict[str, int]:
@@ -103,13 +134,10 @@ def main() -> int:
     )
     from trl import GRPOConfig, GRPOTrainer
 
-    spec = importlib.util.spec_from_file_location("reward", folder / "reward.py")
-    reward = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reward)
+    scores_of = scorer(job["reward"]["function"], job["reward"].get("options", {}))
 
     def score(completions: list[str], ground_truth: list[str], **_columns: object) -> list[float]:
-        pairs = zip(completions, ground_truth, strict=True)
-        return [reward.score("", text, truth, {}) for text, truth in pairs]
+        return scores_of(completions, ground_truth)
 
     spent = np.zeros(2)  # wall and CPU seconds of evaluations
 
@@ -119,7 +147,7 @@ def main() -> int:
             began = np.array([time.monotonic(), time.process_time()])
             held_out = read_rows(folder / "held_out.jsonl")
             texts = greedy_answers(model, tokenizer, held_out, limit)
-            scores = score(texts, [row["ground_truth"] for row in held_out])
+            scores = scores_of(texts, [row["ground_truth"] for row in held_out])
             spent[:] += np.array([time.monotonic(), time.process_time()]) - began
             mean = sum(scores) / len(scores)
             print(f"scored {step} {mean} {spent[0]} {spent[1]}", flush=True)

