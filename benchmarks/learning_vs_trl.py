@@ -36,8 +36,10 @@ from benchmarks.recording import RECORDED
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
 from benchmarks.vs_trl import OURS, WAYS, Way, missing_smollm2, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
-from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.config import DataSection
+from slipstream.broker.data.sources import eval_sources, load_source, training_sources
 from slipstream.deploy.examples.addition import prepare, write_rows
+from slipstream.wire.settings.sections import EvalSection
 
 GAIN = 0.2
 CONTROL = "slipstream-lr0"
@@ -275,23 +277,15 @@ def write_gym(folder: Path, config: Mapping[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     template = AutoTokenizer.from_pretrained(folder / "model").apply_chat_template
-    system = {"role": "system", "content": config["data"]["system_prompt"]}
-    parts = {"train": config["data"]["sources"], "held_out": config["eval"]["sets"]}
-    for name, tables in parts.items():
-        (source,) = tables.values()
-        made = gym_rows(
-            source["reasoning_gym"],
-            size=source["size"],
-            seed=source["seed"],
-            options=source.get("options", {}),
-            setting=name,
-        )
+    data = msgspec.convert(config["data"], DataSection)
+    evaluation = msgspec.convert(config["eval"], EvalSection)
+    parts = {"train": training_sources(data), "held_out": eval_sources(evaluation)}
+    for name, (source,) in parts.items():
         rows = []
-        for row in made:
-            values = row.values or {}
-            asked = [system, {"role": "user", "content": values["prompt"]}]
+        for problem in load_source(source, data, keep_going=False).prompts:
+            asked = msgspec.to_builtins(problem.prompt)
             prompt = template(asked, tokenize=False, add_generation_prompt=True)
-            rows.append({"prompt": prompt, "ground_truth": values["ground_truth"]})
+            rows.append({"prompt": prompt, "ground_truth": problem.ground_truth})
         write_rows(folder / f"{name}.jsonl", rows)
 
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from slipstream.wire.messages.trajectory import Json
 NAME_KEY = "reasoning_gym"
 ENTRY_KEY = "entry"
 OPTIONS_KEY = "options"
+_TRIES = 20  # problems looked at for each that is not among others
 Verifier = Callable[[str, dict[str, Json]], float]
 _COMPARES_TUPLES = ("arc_agi", "rearc")
 _EVALUATE_ANSWERS = {
@@ -40,28 +41,54 @@ _NEEDS = {"zebra_puzzles": "pycosat"}
 
 
 def gym_rows(
-    name: str, *, size: int, seed: int, options: Mapping[str, Json], setting: str
+    name: str,
+    *,
+    size: int,
+    seed: int,
+    options: Mapping[str, Json],
+    setting: str,
+    without: Set[str] = frozenset(),
 ) -> Iterator[RawRow]:
     """Yield the rows of a data set; they depend on the arguments alone.
 
+    Args:
+        name: Name of the data set.
+        size: Number of rows.
+        seed: Seed of the generator.
+        options: Further settings of the data set.
+        setting: Name of the settings, for errors.
+        without: Questions that are passed over; others come in their place.
+
     Raises:
-        ConfigError: there is no such data set, or it refuses its options.
+        ConfigError: there is no such data set, it refuses its options, or hardly any of its
+            questions is left.
     """
-    dataset = _dataset(name, size=size, seed=seed, options=options, setting=setting)
+    most = size * _TRIES if without else size
+    dataset = _dataset(name, size=most, seed=seed, options=options, setting=setting)
     extra = {OPTIONS_KEY: dict(options)} if options else {}
-    for number in range(size):
+    found = 0
+    for number in range(most):
         entry = dataset[number]
+        if entry["question"] in without:
+            continue
+        found += 1
         try:
             kept = plain(entry, "entry")
         except BadRowError as error:
             yield RawRow(number, None, str(error))
-            continue
-        values = {
-            "prompt": kept["question"],
-            "ground_truth": kept["answer"],
-            "extra_info": {NAME_KEY: name, ENTRY_KEY: kept, **extra},
-        }
-        yield RawRow(number, values)
+        else:
+            values = {
+                "prompt": kept["question"],
+                "ground_truth": kept["answer"],
+                "extra_info": {NAME_KEY: name, ENTRY_KEY: kept, **extra},
+            }
+            yield RawRow(number, values)
+        if found == size:
+            return
+    raise ConfigError(
+        f"{setting}: {size} problems of {name} that are not among those to train on: {found} in "
+        f"{most}; train on fewer (size), or widen its options"
+    )
 
 
 def verifier(name: str, options: Mapping[str, Json]) -> Verifier:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ class Source:
     name: str  # data_source of rows that name none
     setting: str  # data.file, data.sources.NAME, eval.file or eval.sets.NAME
     table: SourceTable
+    is_held_out: bool = False
 
     @property
     def origin(self) -> str:
@@ -115,7 +116,8 @@ def training_sources(data: DataSection) -> list[Source]:
 
 def eval_sources(evaluation: EvalSection) -> list[Source]:
     """Return the sources of [eval], which may be none."""
-    sources = _sources(evaluation.file, evaluation.sets, "eval.file", "eval.sets", HELD_OUT)
+    named = _sources(evaluation.file, evaluation.sets, "eval.file", "eval.sets", HELD_OUT)
+    sources = [replace(source, is_held_out=True) for source in named]
     for source in sources:
         if source.table.weight:
             raise ConfigError(f"{source.setting}.weight: every held-out problem is asked")
@@ -124,6 +126,8 @@ def eval_sources(evaluation: EvalSection) -> list[Source]:
 
 def load_source(source: Source, data: DataSection, *, keep_going: bool) -> LoadedSource:
     """Read one source; without ``keep_going`` the first bad row is an error.
+
+    Problems that reasoning-gym generates to be held out are never among those to train on.
 
     Raises:
         ConfigError: naming the setting.
@@ -138,7 +142,7 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
     )
     loaded = LoadedSource()
     columns = loaded.columns
-    for number, raw in enumerate(_raw_rows(setting, table, rules)):
+    for number, raw in enumerate(_raw_rows(source, data, rules)):
         if table.max_rows and number >= table.max_rows:
             break
         columns.update(dict.fromkeys(raw.values or ()))
@@ -179,15 +183,35 @@ def _load_and_log(source: Source, data: DataSection) -> LoadedSource:
     return loaded
 
 
-def _raw_rows(setting: str, table: SourceTable, rules: RowRules) -> Iterator[RawRow]:
+def _raw_rows(source: Source, data: DataSection, rules: RowRules) -> Iterator[RawRow]:
+    table = source.table
     if table.file:
-        return read_rows(Path(table.file), setting, rules.columns)
+        return read_rows(Path(table.file), source.setting, rules.columns)
+    without = _questions(data, table.reasoning_gym) if source.is_held_out else frozenset[str]()
+    return _generated(source, without)
+
+
+def _questions(data: DataSection, name: str) -> frozenset[str]:
+    """Return what a data set of reasoning-gym asks in training."""
+    sources = training_sources(data) if data.sources else []
+    return frozenset(
+        row.values["prompt"]
+        for source in sources
+        if source.table.reasoning_gym == name
+        for row in _generated(source, frozenset())
+        if row.values is not None
+    )
+
+
+def _generated(source: Source, without: frozenset[str]) -> Iterator[RawRow]:
+    table = source.table
     return gym_rows(
         table.reasoning_gym,
         size=min(table.size, table.max_rows or table.size),
         seed=table.seed,
         options=table.options,
-        setting=setting,
+        setting=source.setting,
+        without=without,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.tiny_run import ROOT, python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+SHORT = ("run.steps=3", "eval.sets.sums.size=16")
 
 
 def unique_memory(process: psutil.Process) -> int:
@@ -35,7 +36,7 @@ def test_smollm2_completes_three_steps(tmp_path: Path, capsys: pytest.CaptureFix
     started, peak = time.monotonic(), 0
     with output.open("w") as file:
         process = subprocess.Popen(
-            [*command, f"run.dir={tmp_path / 'runs'}", f"run.model={model}"],
+            [*command, f"run.dir={tmp_path / 'runs'}", f"run.model={model}", *SHORT],
             cwd=ROOT,
             stdout=file,
             stderr=file,
@@ -45,7 +46,7 @@ def test_smollm2_completes_three_steps(tmp_path: Path, capsys: pytest.CaptureFix
         time.sleep(1.0)
     assert process.returncode == 0, output.read_text()
     summary = json.loads((tmp_path / "runs/smollm2/summary.json").read_text())
-    assert (summary["steps"], summary["trained"]) == (3, 12)
+    assert (summary["steps"], summary["trained"]) == (3, 24)
     assert summary["equation"]["unaccounted"] == 0
     assert [point["step"] for point in summary["eval"]] == [0, 3]
     assert set(summary["eval"][0]["by_source"]) == {"sums"}

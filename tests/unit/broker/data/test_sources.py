@@ -247,3 +247,30 @@ def test_held_out_problems_are_named_by_their_set_and_keep_their_order(tmp_path:
     assert load_eval_problems(evaluation(), data()) == []
     with pytest.raises(ConfigError, match=r"eval\.sets\.b\.weight"):
         load_eval_problems(evaluation(sets={"b": {"file": file, "weight": 1}}), data())
+
+
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def test_what_is_held_out_of_a_generator_is_none_of_what_it_trains_on():
+    """There are 200 sums and differences of two digits."""
+    sums = {"reasoning_gym": "chain_sum", "options": ONE_DIGIT}
+    training = data(sources={"a": {**sums, "size": 150, "seed": 1}})
+    trained = {prompt.text for prompt in in_order(training)}
+    held_out = {"sums": {**sums, "size": 40, "seed": 2}}
+    alone = load_eval_problems(evaluation(sets=held_out), data())
+    assert trained & {prompt.text for prompt in alone}
+    apart = load_eval_problems(evaluation(sets=held_out), training)
+    assert len(apart) == 40
+    assert not trained & {prompt.text for prompt in apart}
+    kept = [prompt.text for prompt in alone if prompt.text not in trained]
+    assert [prompt.text for prompt in apart][: len(kept)] == kept
+    other = load_eval_problems(
+        evaluation(sets=held_out), data(sources={"a": {"reasoning_gym": "gcd", "size": 5}})
+    )
+    assert other == alone
+    every = data(sources={"a": {**sums, "size": 5000, "seed": 1}})
+    with pytest.raises(
+        ConfigError, match=r"eval\.sets\.sums: 40 problems of chain_sum .* train on"
+    ):
+        load_eval_problems(evaluation(sets=held_out), every)
