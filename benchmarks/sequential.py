@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.which_default import student_t
 
 EQUIVALENT, WORSE, BETTER = "equivalent", "worse", "better"
-OPEN, UNDECIDED = "open", "undecided"  # more pairs are to come; there are no more
+OPEN = "open"  # more pairs are to come
+NO_WORSE, UNDECIDED = "no worse", "undecided"  # there are no more
 _TRIALS = 2000  # simulated tests
 
 
@@ -61,7 +62,8 @@ def decide(differences: Sequence[float], plan: Plan) -> Verdict:
             return verdict._replace(decision=WORSE)
         if verdict.low > plan.margin:
             return verdict._replace(decision=BETTER)
-    return verdict._replace(decision=UNDECIDED)
+    is_no_worse = verdict.low > -plan.margin
+    return verdict._replace(decision=NO_WORSE if is_no_worse else UNDECIDED)
 
 
 def chance(decision: str, plan: Plan, *, difference: float, spread: float) -> float:

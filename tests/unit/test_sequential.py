@@ -9,6 +9,7 @@ import pytest
 from benchmarks.sequential import (
     BETTER,
     EQUIVALENT,
+    NO_WORSE,
     OPEN,
     UNDECIDED,
     WORSE,
@@ -45,9 +46,10 @@ def test_a_test_ends_at_the_first_look_that_decides():
 
 
 def test_differences_near_the_margin_stay_open_until_there_are_no_more_pairs():
-    wide = _differences(0.03, 48, spread=0.2)
-    assert decide(wide[:47], PLAN)._replace(low=0, high=0) == (OPEN, 36, pytest.approx(0.03), 0, 0)
+    wide = _differences(-0.03, 48, spread=0.2)
+    assert decide(wide[:47], PLAN)._replace(low=0, high=0) == (OPEN, 36, pytest.approx(-0.03), 0, 0)
     assert decide(wide, PLAN).decision == UNDECIDED
+    assert decide([-difference for difference in wide], PLAN).decision == NO_WORSE
 
 
 def test_the_interval_is_of_students_t_at_the_level_of_the_look():
@@ -62,7 +64,8 @@ def test_the_interval_is_of_students_t_at_the_level_of_the_look():
 def test_a_difference_that_matters_is_called_equal_no_oftener_than_the_level(
     difference: float, spread: float
 ):
-    falsely = chance(EQUIVALENT, PLAN, difference=difference, spread=spread)
+    claims = [EQUIVALENT, NO_WORSE] if difference < 0 else [EQUIVALENT]
+    falsely = sum(chance(claim, PLAN, difference=difference, spread=spread) for claim in claims)
     assert falsely <= PLAN.level + _ERROR
     beyond = WORSE if difference < 0 else BETTER
     assert chance(beyond, PLAN, difference=difference, spread=spread) <= PLAN.level + _ERROR
