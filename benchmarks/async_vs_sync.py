@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.parts import Run, ended, paired, read, run_part, turns
+from benchmarks.parts import Run, changed, ended, mixed, paired, read, run_part, turns
 from benchmarks.run_measurement import (
     MAX_TOKENS,
     TAIL,
@@ -79,6 +79,7 @@ def report(runs: Sequence[Run[Step]], bars: Bars) -> str:
         systems = [f"{name}-{mode}" for mode in MODES]
         repeats, unfinished = paired(runs, systems)
         lines += [f"not ended: {name}, repeat {repeat}" for repeat in unfinished]
+        lines += [f"{name}, {line}" for line in mixed(runs, systems)]
         if not repeats:
             missing = NotRun("no repeat was ended in both modes")
             bars.at_least(f"async_efficiency_{name}", missing, "", needs=_NEEDS)
@@ -109,6 +110,7 @@ def main() -> int:
     parser.add_argument("--balance", action="append", choices=BALANCES, help="this one alone")
     parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
+    settings = changed(parser, arguments, "steps")
     systems = [f"{name}-{mode}" for name in arguments.balance or BALANCES for mode in MODES]
 
     def work(system: str, repeat: int) -> Step:
@@ -120,9 +122,9 @@ def main() -> int:
 
     if not arguments.report:
         jobs = turns(systems, range(arguments.repeats))
-        run_part(arguments.out, Step, arguments.minutes, jobs, work)
+        run_part(arguments.out, Step, arguments.minutes, jobs, work, settings=settings)
     bars = Bars()
-    print(report(read(arguments.out, Step), bars))
+    print(report(read(arguments.out, Step, settings), bars))
     return bars.exit_code
 
 

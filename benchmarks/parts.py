@@ -3,13 +3,16 @@
 A run that a part had no time to end is a line without a result, made again by the next part.
 """
 
+import argparse
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Generic, TypeVar
+
+import msgspec
 
 from benchmarks.recording import Line, append, lines_of
 
@@ -22,12 +25,24 @@ class Run(Line, Generic[Result], frozen=True):
     system: str
     seed: int
     result: Result | None  # None where the part had no time to end it
+    settings: str = ""  # what the command changed of the usual ones
 
 
-def read(path: Path, kind: type[Result]) -> list[Run[Result]]:
-    """Return a line of each system and seed: the newest that ended, or one that did not."""
+class _MinutesOverError(Exception):
+    """End of a part while a run is in hand."""
+
+
+def read(path: Path, kind: type[Result], settings: str = "") -> list[Run[Result]]:
+    """Return a line of each system and seed: the newest that ended, or one that did not.
+
+    Raises:
+        ValueError: a line cannot be read, or is of other settings.
+    """
     newest: dict[tuple[str, int], Run[Result]] = {}
     for run in lines_of(path, Run[kind]):  # type: ignore[valid-type]
+        if run.settings != settings:
+            made, wanted = (text or "the usual settings" for text in (run.settings, settings))
+            raise ValueError(f"{path} has runs of {made}, not of {wanted}: give another --out")
         before = newest.get((run.system, run.seed))
         if run.result is not None or before is None:
             newest[run.system, run.seed] = run
@@ -51,20 +66,45 @@ def paired(runs: Sequence[Run[Result]], systems: Sequence[str]) -> tuple[list[in
     return sorted(whole), sorted(begun - whole)
 
 
+def changed(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str) -> str:
+    """Return which of these arguments are other than usual, for ``Run.settings``."""
+    given = {name: getattr(arguments, name) for name in names}
+    return " ".join(
+        f"--{name} {value}" for name, value in given.items() if value != parser.get_default(name)
+    )
+
+
+def mixed(runs: Sequence[Run[Result]], systems: Collection[str]) -> list[str]:
+    """Return a line for each seed whose runs of these systems are of several machines."""
+    machines: dict[int, dict[str, list[str]]] = {}
+    for run in runs:
+        if run.result is not None and run.origin is not None and run.system in systems:
+            of_seed = machines.setdefault(run.seed, {})
+            of_seed.setdefault(run.origin.machine, []).append(run.system)
+    return [
+        f"seed {seed} is of several machines: "
+        + "; ".join(f"{', '.join(made)} of {machine}" for machine, made in of_seed.items())
+        for seed, of_seed in machines.items()
+        if len(of_seed) > 1
+    ]
+
+
 def absent(runs: Sequence[Run[Result]], jobs: Iterable[tuple[str, int]]) -> list[str]:
-    """Return a line for each system with seeds that are in no figure.
+    """Return a line for each system with seeds that are in no figure, and those of ``mixed``.
 
     Args:
         runs: Lines of the results.
         jobs: System and seed of each run that is wanted.
     """
+    jobs = list(jobs)
     done, begun = ended(runs), {(run.system, run.seed) for run in runs}
     missing: dict[str, list[str]] = {}
     for system, seed in jobs:
         if seed not in done.get(system, {}):
             text = f"{seed} (begun)" if (system, seed) in begun else str(seed)
             missing.setdefault(system, []).append(text)
-    return [f"not there: {system}: {', '.join(seeds)}" for system, seeds in missing.items()]
+    lines = [f"not there: {system}: {', '.join(seeds)}" for system, seeds in missing.items()]
+    return lines + mixed(runs, {system for system, _ in jobs})
 
 
 def turns(systems: Sequence[str], seeds: Iterable[int]) -> Iterator[tuple[str, int]]:
@@ -81,6 +121,7 @@ def run_part(
     work: Callable[[str, int], Result],
     *,
     packages: str = "",
+    settings: str = "",
 ) -> None:
     """Do what the file lacks until the minutes are over.
 
@@ -91,27 +132,31 @@ def run_part(
         jobs: System and seed of each run, asked for one by one.
         work: Run of a system and a seed.
         packages: Further folder of packages, whose versions a line has.
+        settings: What the command changed of the usual ones.
+
+    Raises:
+        ValueError: a line cannot be read or is of other settings, or a result could not be read.
     """
     deadline_s = time.monotonic() + 60 * minutes
     for system, seed in jobs:
         left_s = int(deadline_s - time.monotonic())
-        if seed in ended(read(file, kind)).get(system, {}):
+        if seed in ended(read(file, kind, settings)).get(system, {}):
             continue
         if left_s < 1:
             return
         result = None
         try:
             with _stopped_after(left_s):
-                result = work(system, seed)
-        except TimeoutError:
+                result = msgspec.json.decode(msgspec.json.encode(work(system, seed)), type=kind)
+        except _MinutesOverError:
             print(f"{system}, seed {seed} was not ended", flush=True)
-        append(file, Run(system, seed, result), packages)
+        append(file, Run(system, seed, result, settings), packages)
 
 
 @contextmanager
 def _stopped_after(seconds: int) -> Iterator[None]:
     def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
+        raise _MinutesOverError
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)

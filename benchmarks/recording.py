@@ -62,9 +62,18 @@ def append(file: Path, line: Line, path: str = "") -> None:
 
 
 def lines_of(file: Path, kind: type[L]) -> list[L]:
-    """Return the lines of a file, none if there is no file."""
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    return [msgspec.json.decode(line, type=kind) for line in lines]
+    """Return the lines of a file, none if there is no file.
+
+    Raises:
+        ValueError: a line was cut off, or is of another kind.
+    """
+    lines = []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], 1):
+        try:
+            lines.append(msgspec.json.decode(line, type=kind))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{file}, line {number} cannot be read: {error}") from error
+    return lines
 
 
 def origins(lines: Iterable[Line]) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.parts import Run, ended, paired, read, run_part, turns
+from benchmarks.parts import Run, changed, ended, paired, read, run_part, turns
 from benchmarks.run_measurement import ROOT, run_slipstream, summary_of
 from benchmarks.sequential import EQUIVALENT, OPEN, Plan, Verdict, chance, decide
 from benchmarks.weightbus.figures import table
@@ -105,10 +105,10 @@ def verdict_of(runs: Sequence[Run[Outcome]], bound: int) -> tuple[Verdict, list[
     return decide(differences, PLAN), differences
 
 
-def jobs(file: Path) -> Iterator[tuple[str, int]]:
+def jobs(file: Path, settings: str = "") -> Iterator[tuple[str, int]]:
     """Yield system and seed of the runs to be made, until each bound is decided."""
     for seed in range(PLAN.looks[-1]):
-        runs = read(file, Outcome)
+        runs = read(file, Outcome, settings)
         names = [name_of(bound) for bound in BOUNDS if verdict_of(runs, bound)[0].decision == OPEN]
         yield from turns([SYNCHRONOUS, *names], [seed]) if names else ()
 
@@ -160,6 +160,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run; fewer to rehearse")
     parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
+    settings = changed(parser, arguments, "steps")
 
     def work(system: str, seed: int) -> Outcome:
         outcome = train(int(system.removeprefix("bound-")), seed, arguments.steps)
@@ -167,10 +168,11 @@ def main() -> int:
         return outcome
 
     if not arguments.report:
-        run_part(arguments.out, Outcome, arguments.minutes, jobs(arguments.out), work)
+        asked = jobs(arguments.out, settings)
+        run_part(arguments.out, Outcome, arguments.minutes, asked, work, settings=settings)
     bars = Bars()
     print(f"margin {MARGIN:g}, level {PLAN.level:g}, looks after {PLAN.looks} pairs")
-    print(report(read(arguments.out, Outcome), bars))
+    print(report(read(arguments.out, Outcome, settings), bars))
     return bars.exit_code
 
 

@@ -1,11 +1,15 @@
 """Measurements in parts: what a file of results holds, and what a part adds to it."""
 
+import argparse
+import math
 import signal
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from benchmarks.parts import Run, absent, ended, paired, read, run_part, turns
+from benchmarks.parts import Run, absent, changed, ended, paired, read, run_part, turns
+from benchmarks.recording import Origin
 
 
 def test_the_newest_ended_run_of_a_seed_counts(tmp_path: Path):
@@ -52,3 +56,32 @@ def test_a_part_does_what_the_file_lacks_and_names_what_it_had_no_time_for(tmp_p
     run_part(file, float, 0, turns("ab", range(3)), work)
     assert len(done) == 4
     assert signal.getsignal(signal.SIGALRM) == before
+
+
+def test_runs_of_other_settings_are_refused_before_anything_runs(tmp_path: Path):
+    file, parser = tmp_path / "results.jsonl", argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=8)
+    usual, other = (
+        changed(parser, parser.parse_args(line), "steps") for line in ([], ["--steps=3"])
+    )
+    assert (usual, other) == ("", "--steps 3")
+    run_part(file, float, 90, [("a", 0)], lambda *_: 0.5, settings=other)
+    assert ended(read(file, float, other)) == {"a": {0: 0.5}}
+    with pytest.raises(ValueError, match="runs of --steps 3, not of the usual settings: give"):
+        run_part(file, float, 90, [("a", 1)], lambda *_: pytest.fail("ran"), settings=usual)
+
+
+def test_a_result_that_could_not_be_read_back_is_not_written(tmp_path: Path):
+    file = tmp_path / "results.jsonl"
+    with pytest.raises(msgspec.ValidationError):
+        run_part(file, float, 90, [("a", 0)], lambda *_: math.nan)
+    assert not file.exists()
+
+
+def test_a_seed_of_several_machines_is_named():
+    here, there = (Origin(machine, "", "", "") for machine in ("here", "there"))
+    runs = [Run(system, 0, 1.0, origin=here) for system in "ab"]
+    runs += [Run("c", 0, 1.0, origin=there), Run("a", 1, 1.0, origin=there)]
+    assert absent(runs, [("a", 0), ("b", 0)]) == []
+    line = "seed 0 is of several machines: a, b of here; c of there"
+    assert absent(runs, [("a", 0), ("b", 0), ("c", 0)]) == [line]

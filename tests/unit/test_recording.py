@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.recording import Line, append, lines_of, origin_here, origins
 
 
@@ -25,6 +27,16 @@ def test_a_line_says_where_when_and_with_what_it_was_made(tmp_path: Path):
     assert "CPython" in made.versions
     assert made.commit.startswith("commit ")
     assert origins(lines) == f"{made.machine}; {made.date}; {made.commit}; {made.versions}"
+
+
+@pytest.mark.parametrize("damage", [b'{"origin": nu', b'{"origin": null}', b'{"value": null}', b""])
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, damage: bytes):
+    file = tmp_path / "figures.jsonl"
+    file.touch()
+    assert lines_of(file, Figure) == []
+    file.write_bytes(b'{"value": 1.0}\n' + damage + b"\n")
+    with pytest.raises(ValueError, match=r"figures.jsonl, line 2 cannot be read: "):
+        lines_of(file, Figure)
 
 
 def test_a_package_in_a_further_folder_is_named(tmp_path: Path):
