@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.parts import Run, absent, ended, read, run_part, turns
+from benchmarks.parts import Run, absent, changed, ended, read, run_part, turns
 from benchmarks.pictures import Panel
 from benchmarks.recording import RECORDED
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
@@ -95,18 +95,18 @@ def ratio(
 ) -> float | NotRun:
     """Return the median over pairs of our seconds to the gain as a part of theirs.
 
-    Where theirs has no such gain, the seconds of its whole run count: it takes longer than they.
+    Each of our seeds has to gain, also one that is no pair. Where theirs has no such gain, the
+    seconds of its whole run count: it takes longer than they.
     """
-    pairs = sorted(set(ours) & set(theirs))
-    if not pairs:
-        return NotRun("no seed was ended by both")
     parts = []
-    for seed in pairs:
-        a, b = seconds_to(ours[seed], figure), seconds_to(theirs[seed], figure)
-        if a is None:
+    for seed, points in sorted(ours.items()):
+        reached = seconds_to(points, figure)
+        if reached is None:
             return NotRun(f"seed {seed} of {OURS} did not gain {GAIN:g}")
-        parts.append(a / (getattr(theirs[seed][-1], figure) if b is None else b))
-    return statistics.median(parts)
+        if seed in theirs:
+            theirs_s = seconds_to(theirs[seed], figure)
+            parts.append(reached / (theirs_s or getattr(theirs[seed][-1], figure)))
+    return statistics.median(parts) if parts else NotRun("no seed was ended by both")
 
 
 def learning_bars(runs: Runs, bars: Bars) -> None:
@@ -137,7 +137,8 @@ def trl_bars(runs: Runs, bars: Bars) -> list[str]:
         best = max(known, key=known.__getitem__) if known else ""  # best of TRL's ways
         missing = next(iter(values.values()), NotRun("TRL has ended no run"))
         name = f"{figure[:-2]}_seconds_to_gain"
-        bars.at_most(name, known.get(best, missing), f"of {best or 'TRL'}'s", needs=_NEEDS)
+        pairs = f", pairs: {len(set(ours) & set(done[best]))}" if best else ""
+        bars.at_most(name, known.get(best, missing), f"of {best or 'TRL'}'s{pairs}", needs=_NEEDS)
         if best and isinstance(whole := ratio(ours, done[best], f"whole_{figure}"), float):
             notes.append(f"{name}: {whole:.3f} of {best}'s with its evaluations")
     return notes
@@ -313,7 +314,9 @@ def points_of(
     return points
 
 
-def _run_part(name: str, file: Path, systems: Sequence[str], arguments: argparse.Namespace) -> None:
+def _run_part(
+    name: str, file: Path, systems: Sequence[str], arguments: argparse.Namespace, settings: str
+) -> None:
     packages, jobs = arguments.path, jobs_of(systems, arguments.seeds)
     ways = {way.name: way for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
@@ -324,7 +327,9 @@ def _run_part(name: str, file: Path, systems: Sequence[str], arguments: argparse
                 return task.trl(seed, ways[system], packages)
             return task.slipstream(seed, is_control=system == CONTROL)
 
-        run_part(file, list[Point], arguments.minutes, jobs, work, packages=packages)
+        run_part(
+            file, list[Point], arguments.minutes, jobs, work, packages=packages, settings=settings
+        )
 
 
 def main() -> int:
@@ -341,6 +346,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="this one alone")
     arguments = parser.parse_args()
+    settings = changed(parser, arguments, "steps", "every")
     name = "quickstart" if arguments.tiny else "smollm2"
     file = arguments.out / f"learning_{name}.jsonl"
     systems = [system for system in SYSTEMS if system in (arguments.system or SYSTEMS)]
@@ -353,8 +359,8 @@ def main() -> int:
         if no_model is not None:
             print(no_model.reason)
         else:
-            _run_part(name, file, systems, arguments)
-    bars, runs = Bars(), read(file, list[Point])
+            _run_part(name, file, systems, arguments, settings)
+    bars, runs = Bars(), read(file, list[Point], settings)
     print(runs_table(runs))
     learning_bars(runs, bars)
     print("\n".join([*trl_bars(runs, bars), *absent(runs, jobs_of(SYSTEMS))]))

@@ -39,11 +39,12 @@ def test_the_second_of_a_gain_is_interpolated():
 
 
 def test_only_seeds_that_both_ended_are_paired():
-    ours = {0: _points(0.0, 0.4), 1: _points(0.0, 0.2), 2: _points(0.0, 0.1)}
+    ours = {0: _points(0.0, 0.4), 1: _points(0.0, 0.2), 2: _points(0.0, 0.2)}
     theirs = {0: _points(0.0, 0.2), 1: _points(0.0, 0.2)}
     assert ratio(ours, theirs, "wall_s") == pytest.approx(0.75)  # of 0.5 and 1
     assert ratio({2: ours[2]}, theirs, "wall_s") == NotRun("no seed was ended by both")
-    assert isinstance(ratio(ours, {2: ours[2]}, "wall_s"), NotRun)
+    flat = ours | {2: _points(0.0, 0.1)}  # short, although the other has not ended this seed
+    assert ratio(flat, theirs, "wall_s") == NotRun(f"seed 2 of {OURS} did not gain 0.2")
     never = {0: _points(0.0, 0.1, 0.1)}  # takes more than the 20 s of its run
     assert ratio({0: ours[0]}, never, "wall_s") == pytest.approx(0.25)
 
@@ -73,7 +74,7 @@ def test_the_best_way_of_the_other_is_the_baseline():
         f"{figure}_seconds_to_gain: 1.000 {best} with its evaluations" for figure in ("wall", "cpu")
     ]
     assert lines == [
-        f"bar {figure}_seconds_to_gain: 1.000 {best} (needs <= 0.8): short"
+        f"bar {figure}_seconds_to_gain: 1.000 {best}, pairs: 1 (needs <= 0.8): short"
         for figure in ("wall", "cpu")
     ]
     (note, _) = trl_bars(runs[:2], Bars(lines.append))
