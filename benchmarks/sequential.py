@@ -44,6 +44,8 @@ class Verdict(NamedTuple):
 def decide(differences: Sequence[float], plan: Plan) -> Verdict:
     """Return what is decided at the first look that decides, or open.
 
+    Differences that are all equal decide nothing: they are no sample.
+
     Args:
         differences: Condition minus baseline, by pair in the order of the pairs.
         plan: Margin, level and looks.
@@ -54,7 +56,8 @@ def decide(differences: Sequence[float], plan: Plan) -> Verdict:
             return verdict
         read = np.asarray(differences[:pairs])
         mean = float(read.mean())
-        half = _quantile(1 - level, pairs - 1) * float(read.std(ddof=1)) / math.sqrt(pairs)
+        error = float(read.std(ddof=1)) / math.sqrt(pairs)
+        half = _quantile(1 - level, pairs - 1) * error if np.ptp(read) else math.inf
         verdict = Verdict(OPEN, pairs, mean, mean - half, mean + half)
         if -plan.margin < verdict.low and verdict.high < plan.margin:
             return verdict._replace(decision=EQUIVALENT)

@@ -34,6 +34,14 @@ def test_levels_of_the_looks_add_up_to_what_the_spending_function_has_spent():
     assert spent == pytest.approx([0.0000, 0.0008, 0.0076, 0.0244, 0.0500], abs=5e-5)
 
 
+def test_looks_are_never_tested_at_more_than_the_published_bounds():
+    # Lan and DeMets' of O'Brien and Fleming's kind: four looks, 0.025 on each side
+    published = [4.333, 2.963, 2.359, 2.014]
+    ours = [NormalDist().inv_cdf(1 - level) for level in levels(Plan(0.05, 0.025, (1, 2, 3, 4)))]
+    assert ours[0] == pytest.approx(published[0], abs=1e-3)  # there is nothing to be joint with
+    assert all(z >= bound - 1e-3 for z, bound in zip(ours, published, strict=True))
+
+
 def test_a_test_ends_at_the_first_look_that_decides():
     few = _differences(0.0, 11)
     assert decide(few, PLAN) == decide([], PLAN)
@@ -50,6 +58,11 @@ def test_differences_near_the_margin_stay_open_until_there_are_no_more_pairs():
     assert decide(wide[:47], PLAN)._replace(low=0, high=0) == (OPEN, 36, pytest.approx(-0.03), 0, 0)
     assert decide(wide, PLAN).decision == UNDECIDED
     assert decide([-difference for difference in wide], PLAN).decision == NO_WORSE
+
+
+@pytest.mark.parametrize("difference", [0.0, math.nan])
+def test_differences_that_are_no_sample_decide_nothing(difference: float):
+    assert decide(48 * [difference], PLAN).decision == UNDECIDED
 
 
 def test_the_interval_is_of_students_t_at_the_level_of_the_look():
