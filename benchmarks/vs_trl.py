@@ -128,7 +128,6 @@ POLICIES = (
 
 
 def _write_smollm2(folder: Path) -> None:
-
     from transformers import AutoTokenizer
 
     (folder / "model").symlink_to(SMOLLM2)
