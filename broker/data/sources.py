@@ -127,7 +127,8 @@ def eval_sources(evaluation: EvalSection) -> list[Source]:
 def load_source(source: Source, data: DataSection, *, keep_going: bool) -> LoadedSource:
     """Read one source; without ``keep_going`` the first bad row is an error.
 
-    Problems that reasoning-gym generates to be held out are never among those to train on.
+    Problems that reasoning-gym generates to be held out are never among those that it generates to
+    train on. Files are not compared.
 
     Raises:
         ConfigError: naming the setting.

