@@ -4,6 +4,7 @@ A run that a part had no time to end is a line without a result, made again by t
 """
 
 import argparse
+import fcntl
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -135,22 +136,36 @@ def run_part(
         settings: What the command changed of the usual ones.
 
     Raises:
-        ValueError: a line cannot be read or is of other settings, or a result could not be read.
+        ValueError: a line cannot be read or is of other settings, a result could not be read, or
+            another process adds to the file.
     """
     deadline_s = time.monotonic() + 60 * minutes
-    for system, seed in jobs:
-        left_s = int(deadline_s - time.monotonic())
-        if seed in ended(read(file, kind, settings)).get(system, {}):
-            continue
-        if left_s < 1:
-            return
-        result = None
+    with _alone(file):
+        for system, seed in jobs:
+            left_s = int(deadline_s - time.monotonic())
+            if seed in ended(read(file, kind, settings)).get(system, {}):
+                continue
+            if left_s < 1:
+                return
+            result = None
+            try:
+                with _stopped_after(left_s):
+                    result = msgspec.json.decode(msgspec.json.encode(work(system, seed)), type=kind)
+            except _MinutesOverError:
+                print(f"{system}, seed {seed} was not ended", flush=True)
+            append(file, Run(system, seed, result, settings), packages)
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Have one process at a time add to a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as held:
         try:
-            with _stopped_after(left_s):
-                result = msgspec.json.decode(msgspec.json.encode(work(system, seed)), type=kind)
-        except _MinutesOverError:
-            print(f"{system}, seed {seed} was not ended", flush=True)
-        append(file, Run(system, seed, result, settings), packages)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process adds to {file}") from error
+        yield
 
 
 @contextmanager

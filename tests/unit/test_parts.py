@@ -75,7 +75,19 @@ def test_a_result_that_could_not_be_read_back_is_not_written(tmp_path: Path):
     file = tmp_path / "results.jsonl"
     with pytest.raises(msgspec.ValidationError):
         run_part(file, float, 90, [("a", 0)], lambda *_: math.nan)
-    assert not file.exists()
+    assert read(file, float) == []
+
+
+def test_one_process_at_a_time_adds_to_a_file(tmp_path: Path):
+    file = tmp_path / "results.jsonl"
+
+    def work(*_: object) -> float:
+        with pytest.raises(ValueError, match="another process adds to"):
+            run_part(file, float, 90, [("b", 0)], work)
+        return 0.5
+
+    run_part(file, float, 90, [("a", 0)], work)
+    assert ended(read(file, float)) == {"a": {0: 0.5}}
 
 
 def test_a_seed_of_several_machines_is_named():
