@@ -1,13 +1,15 @@
 """Held-out score over seconds, against TRL's GRPOTrainer: same policy, data, reward, algorithm.
 
-Both train with DAPO's reduction (mean over tokens), clipping of 0.2, advantages divided by the
-deviation of the group, no KL, one update a step by AdamW (0.9, 0.95), and answer held-out prompts
-greedily at intervals; the reward of the settings scores all answers. Weights of TRL are float32,
-since it rounds most updates of bfloat16 away; ours are of the folder's type, with float32 copies
-in the optimizer. Seconds count from the launch of the command. Our evaluations are in them, where
-the engine answers beside training; what TRL's take, in padded batches, is left out and recorded.
-TRL runs in the ways of vs_trl, and the best one is the baseline. The control is ours with a
-learning rate of 0, for one seed.
+Both sample at temperature 1 from all tokens and train with DAPO's reduction (mean over tokens),
+clipping of 0.2, advantages divided by the deviation of the group (plus 1e-6, TRL's 1e-4), no KL,
+one update a step by AdamW (0.9, 0.95) at a constant rate without weight decay, gradients clipped to
+1, and answer held-out prompts greedily at intervals; the reward of the settings scores all answers.
+Our answers are as stale as the settings let them, TRL's never. Weights of TRL are
+float32, since it rounds most updates of bfloat16 away; ours are of the folder's type, with float32
+copies in the optimizer. Seconds count from the launch of the command. Our evaluations are in them,
+where the engine answers beside training; what TRL's take, in padded batches, is left out and
+recorded. TRL runs in the ways of vs_trl, and the best one is the baseline. The control is ours with
+a learning rate of 0, for one seed.
 
 A run that a part had no time to end is a line without points, made again by the next part. A pair
 is a seed that both ended. The other seeds are named and are in no figure.
