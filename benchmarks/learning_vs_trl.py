@@ -206,10 +206,11 @@ class Task:
             name: of a file in configs.
             folder: to be made.
             steps: of a run; 0 is as the file says.
-            every: steps between evaluations.
+            every: steps between evaluations; 0 is as the file says.
         """
         self.config = tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text())
-        self.folder, self.every = folder, every
+        self.folder = folder
+        self.every: int = every or self.config["eval"]["every_steps"]
         self.run: dict[str, Any] = self.config["run"]
         self.steps: int = steps or self.run["steps"]
         folder.mkdir(parents=True)
@@ -345,7 +346,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=0, help="of a run; 0: as the settings say")
-    parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
+    parser.add_argument("--every", type=int, default=0, help="steps between evaluations; 0: so")
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="this one alone")
     arguments = parser.parse_args()
     settings = changed(parser, arguments, "steps", "every")

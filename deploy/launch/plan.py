@@ -74,7 +74,8 @@ def plan_roles(
         elif kind == "learner" and len(nodes) > 1:
             arguments = ("--node", str(nodes.index(name)))
         host, numbers = places.get(name, (config.deploy.hosts[0], None))
-        environment = {"OMP_NUM_THREADS": "1"}
+        # Threads that spin while they wait would hold a core that another role needs.
+        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         if numbers is not None and cards is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards[number] for number in numbers)
         return RolePlan(

@@ -40,10 +40,10 @@ def test_a_learner_of_two_nodes_meets_on_the_first_host(tmp_path: Path):
     near = shlex.split(found["10.0.0.1"].roles[1])
     far = shlex.split(found["gpu-b"].roles[0])
     meeting = ["--rendezvous", "10.0.0.1:29400"]
-    assert near[1:3] == far[1:3] == ["CUDA_VISIBLE_DEVICES=0,1", "start-learner"]
-    assert near[5:9] == ["--node", "0", *meeting]
-    assert far[5:9] == ["--node", "1", *meeting]
-    assert far[9:] == [
+    assert near[2:4] == far[2:4] == ["CUDA_VISIBLE_DEVICES=0,1", "start-learner"]
+    assert near[6:10] == ["--node", "0", *meeting]
+    assert far[6:10] == ["--node", "1", *meeting]
+    assert far[10:] == [
         "run.broker=tcp://10.0.0.1:5555",
         "run.key_file=gpu-b-learner_part.key",
         f"run.dir={tmp_path}/my runs",
@@ -71,23 +71,24 @@ def test_roles_on_the_first_host_listen_and_the_others_get_a_key_each(tmp_path: 
         )
     ]
     broker, near, learner, worker = map(shlex.split, head.roles)
-    assert broker[1] == "start-broker"
+    assert broker[2] == "start-broker"
     assert broker[-1] == "broker.listen=tcp://0.0.0.0:5555"
-    assert near[:3] == ["OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES=1", "start-generator"]
-    assert learner[1:3] == ["CUDA_VISIBLE_DEVICES=0", "start-learner"]
+    shared = ["OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=passive"]
+    assert near[:4] == [*shared, "CUDA_VISIBLE_DEVICES=1", "start-generator"]
+    assert learner[2:4] == ["CUDA_VISIBLE_DEVICES=0", "start-learner"]
     assert learner[-1] == f"weightbus.listen={WEIGHTS}"
-    assert worker[1] == "start-reward-worker"
+    assert worker[2] == "start-reward-worker"
     assert not any("run.broker" in word for word in (*near, *learner, *worker))
     fetch = [shlex.split(one)[1] for one in far.once]
     assert fetch == [
         f"10.0.0.1:{tmp_path}/my runs/r/resolved.toml",
         f"10.0.0.1:{tmp_path}/my runs/keys/clients/gpu-b-generator.key",
     ]
-    assert [shlex.split(one)[1] for one in far.roles] == [
+    assert [shlex.split(one)[2] for one in far.roles] == [
         "CUDA_VISIBLE_DEVICES=0",
         "CUDA_VISIBLE_DEVICES=1",
     ]
-    assert shlex.split(far.roles[0])[2:] == [
+    assert shlex.split(far.roles[0])[3:] == [
         *("start-generator", "--config", "resolved.toml", "--name", "generator-1"),
         *("run.broker=tcp://10.0.0.1:5555", "run.key_file=gpu-b-generator.key"),
     ]
