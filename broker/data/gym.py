@@ -64,13 +64,13 @@ def gym_rows(
             questions is left.
     """
     most = size * _TRIES if without else size
-    sets = (  # of one size: some draw all problems by it
+    sets = (  # all of one size, which some generators draw their problems by
         _dataset(name, size=size, seed=seed + first, options=options, setting=setting)
         for first in range(0, most, size)
     )
     extra = {OPTIONS_KEY: dict(options)} if options else {}
     found = 0
-    for number, entry in enumerate(one[place] for one in sets for place in range(size)):
+    for number, entry in enumerate(drawn[place] for drawn in sets for place in range(size)):
         if entry["question"] in without:
             continue
         found += 1
