@@ -43,7 +43,7 @@ from benchmarks.weightbus.figures import table
 _SKIPPED = 3  # steps until the pipeline is filled
 _TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
 MODES = ("sync", "async", "full")  # full: the difference of two long steps
-_NEEDS = 0.85  # of the ceiling
+_NEEDS = 0.85  # share of the ceiling
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Balance(NamedTuple):
 
     aimed: float  # g / t
     prompt_tokens: int
-    most_tokens: int  # of an answer
+    most_tokens: int  # limit of an answer
 
 
 BALANCES = {

@@ -48,7 +48,7 @@ _EXAMPLES = """examples:
 class Case(NamedTuple):
     """A policy, and a batch for it."""
 
-    hidden: int  # of a random policy of 4 layers; 0 is SmolLM2
+    hidden: int  # width of a random policy of 4 layers; 0 is SmolLM2
     sequences: int
     prompt_tokens: int
     new_tokens: int

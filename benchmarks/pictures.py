@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 COLORS = ("#0b62c4", "#b3003c", "#0a7d34", "#b35c00", "#6a3fb5", "#1a1a1a")
-_SIZE = (400, 280)  # of a panel's axes, pixels
+_SIZE = (400, 280)  # pixels of a panel's axes
 _LEFT, _TOP, _BOTTOM, _RIGHT, _ROW = 62, 40, 46, 22, 20
 _GRID = 60  # points of a curve
 _TICKS = 6  # at most
@@ -21,7 +21,7 @@ class Panel:
     title: str
     x: str
     y: str
-    curves: Mapping[str, Sequence[Track]]  # by name
+    curves: Mapping[str, Sequence[Track]]  # name -> tracks of its seeds
 
 
 def value_at(track: Track, x: float) -> float:

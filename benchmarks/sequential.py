@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
     decision: str
     pairs: int = 0  # read
-    mean: float = math.nan  # of the differences
+    mean: float = math.nan  # mean difference
     low: float = -math.inf  # limits of an interval that holds for all looks together
     high: float = math.inf
 

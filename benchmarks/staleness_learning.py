@@ -39,8 +39,8 @@ FIRST_SEED = 100
 MARGIN = 0.05  # share of right answers
 PLAN = Plan(margin=MARGIN, level=0.05, looks=(12, 24, 36, 48))
 SYNCHRONOUS = "bound-0"
-_REACHED = 0.6  # of the bound
-_SECTIONS = ("sampling", "generators", "reward", "learner", "algo")  # of the quickstart
+_REACHED = 0.6  # share of the bound
+_SECTIONS = ("sampling", "generators", "reward", "learner", "algo")  # sections of the quickstart
 _CHANGED = {
     "run.group_size": 8,
     "run.groups_per_step": 8,

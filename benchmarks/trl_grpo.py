@@ -60,7 +60,7 @@ def scorer(
 
     Args:
         function: MODULE:NAME or FILE.py:NAME, as ``reward.function``.
-        options: as ``reward.options``.
+        options: Options of the function, ``reward.options``.
     """
     reward = load_function(function, options)
 

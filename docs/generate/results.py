@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     command: str
     caption: str
-    figures: Callable[[Path], Figures]  # of a folder
+    figures: Callable[[Path], Figures]  # reads a folder
 
 
 def _learning(name: str, systems: Sequence[str], seconds: Sequence[str], folder: Path) -> Figures:

@@ -84,7 +84,7 @@ def test_roles_on_the_first_host_listen_and_the_others_get_a_key_each(tmp_path: 
         f"10.0.0.1:{tmp_path}/my runs/r/resolved.toml",
         f"10.0.0.1:{tmp_path}/my runs/keys/clients/gpu-b-generator.key",
     ]
-    assert [shlex.split(one)[2] for one in far.roles] == [
+    assert [shlex.split(command)[2] for command in far.roles] == [
         "CUDA_VISIBLE_DEVICES=0",
         "CUDA_VISIBLE_DEVICES=1",
     ]
