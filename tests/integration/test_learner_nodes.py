@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,15 @@ from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.broker import RequestBatch, TakeOver
-from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.followers import FollowerEnds
+from slipstream.wire.messages.codec import decode_to_follower, encode
+from slipstream.wire.messages.followers import Follow, FollowerEnds, FollowerRefused
 from slipstream.wire.settings.rendezvous import Address
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
 from tests.integration.scripted_broker import Script, ScriptedBroker
 from tests.support.bus.remote import client_key
 from tests.support.listening import listeners_of
 from tests.support.log_lines import level_of
-from tests.support.waiting import NEVER_S, until
+from tests.support.waiting import HANG_S, NEVER_S, until
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -214,6 +215,25 @@ def test_another_release_of_a_library_is_refused_on_both_nodes(nodes: Nodes):
     second = nodes.start(1, "a", *TWO, python_path=metadata.parent)
     for process in (first, second):
         assert "torch is 9.9.0 there, expected " in line_of(finish(process, code=2))
+
+
+def test_a_refusal_that_is_lost_is_said_again_before_node_0_ends(nodes: Nodes):
+    first = nodes.start(0, "a", *TWO)
+    file = nodes.replays.folder / "runs" / "a" / "hosts" / "key"
+    until(file.exists, "node 0 does not listen")
+    key = read_client_key(file)
+    differs = Follow(node=1, incarnation="x", host="h", pid=7, facts={"torch": "9.9.0"})
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        prove_key(other, key, server_key=key.public)
+        other.connect(f"tcp://{nodes.address}")
+        for _ in range(3):  # the answers that came before are taken as lost
+            other.send(encode(differs))
+            assert other.poll(int(HANG_S * 1_000))
+            assert isinstance(decode_to_follower(other.recv()), FollowerRefused)
+            assert first.poll() is None
+            time.sleep(1.0)  # node 0 has found its reason to end
+        other.send(encode(FollowerEnds(node=1, incarnation="x", reason="refused")))
+        assert "cannot train with node 0" in line_of(finish(first, code=2))
 
 
 def test_a_node_that_does_not_share_the_run_folder_says_so(nodes: Nodes):

@@ -1,7 +1,9 @@
 """What is told of an error that Ray gives back, without a cluster."""
 
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,6 +18,7 @@ from ray.exceptions import (
 from rich.console import Console
 
 from slipstream.deploy.config import run_config
+from slipstream.deploy.launch.cluster import ray_calls
 from slipstream.deploy.launch.cluster.ray_calls import (
     HostCallError,
     HostLostError,
@@ -29,6 +32,7 @@ from slipstream.deploy.launch.plan import RolePlan
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import EXIT_FAILED
 from tests.support.blank_model import write_blank_model
+from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.integration
 PLACES = "\x1b[36mray::_RayRoleHost.observe()\x1b[39m (pid=520, ip=10.0.0.7)\n  File role_host.py\n"
@@ -79,6 +83,18 @@ def test_a_role_that_cannot_be_followed_names_the_cause_and_its_log_has_all(tmp_
     assert text.endswith("FileNotFoundError: role.log is gone\n")
 
 
+def places_of(folder: Path, environment: dict[str, object] | None = None) -> RayPlaces:
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    config = run_config(
+        {
+            "run": {"name": "r", "dir": str(folder), "model": str(folder / "model")},
+            "data": {"file": "train.jsonl"},
+            "deploy": {"ray": {"runtime_env": environment or {}}},
+        }
+    )
+    return RayPlaces(config, Console(), has_gpus=False)
+
+
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [({}, str(Path.cwd())), ({"pip": ["x"]}, str(Path.cwd())), ({"working_dir": "."}, "")],
@@ -86,15 +102,46 @@ def test_a_role_that_cannot_be_followed_names_the_cause_and_its_log_has_all(tmp_
 def test_a_role_runs_in_the_same_folder_unless_ray_brings_one(
     tmp_path: Path, environment: dict[str, object], folder: str
 ):
-    write_blank_model(tmp_path / "model", hidden=16, layers=1)
-    config = run_config(
-        {
-            "run": {"name": "r", "dir": str(tmp_path), "model": str(tmp_path / "model")},
-            "data": {"file": "train.jsonl"},
-            "deploy": {"ray": {"runtime_env": environment}},
-        }
-    )
-    site = RaySite(RayPlaces(config, Console(), has_gpus=False))
+    site = RaySite(places_of(tmp_path, environment))
     host = PlacedHost(actor=None, node="1f", address="10.0.0.7", hostname="h")
     request = site.request(RolePlan("broker", ("start",)), (), host, Future())
     assert request.folder == folder
+
+
+def test_a_place_is_asked_for_once_though_its_process_was_ended_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A second host would wait for the place that the first one has."""
+    places, placed = places_of(tmp_path), Event()
+    hosts: list[PlacedHost] = []
+
+    def place(names: Sequence[str]) -> None:
+        hosts.append(PlacedHost(actor=None, node=str(len(hosts)), address="a", hostname="h"))
+        assert placed.wait(HANG_S)
+        places.hosts[names[0]] = hosts[-1]
+
+    monkeypatch.setattr(places, "_place", place)
+    with ThreadPoolExecutor() as pool:
+        plan = RolePlan("learner-1", ())
+        calls = [pool.submit(places.host_of, plan) for _ in range(2)]
+        until(lambda: hosts, "nothing is placed")
+        placed.set()
+        assert [call.result() for call in calls] == [hosts[0]] * 2
+
+
+def test_a_process_that_was_ended_gives_up_no_host_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    places = places_of(tmp_path)
+    first, second = (PlacedHost(None, node, "10.0.0.7", "h") for node in ("1", "2"))
+    killed: list[object] = []
+    monkeypatch.setattr(ray_calls, "is_alive", lambda _node: False)
+    monkeypatch.setattr(ray_calls, "kill", killed.append)
+    places.hosts["learner-1"] = second
+    assert places.forget("learner-1", first) == "its node h (10.0.0.7) left the cluster"
+    assert places.hosts == {"learner-1": second}
+    assert places.forget("learner-1", None) == "its node left the cluster as it was to be started"
+    assert places.hosts == {"learner-1": second}
+    places.forget("learner-1", second)
+    assert not places.hosts
+    assert len(killed) == 2

@@ -65,6 +65,7 @@ class HostBook:
         self.ended: dict[int, HostEnd] = {}  # ends of nodes after the start
         self.refused = ""  # reason of the last refusal
         self.differs = ""  # the same of a node that differs
+        self.turned_away: dict[str, int] = {}  # incarnation -> node; refused at the end of a start
 
     # ---- state ---------------------------------------------------------------
 
@@ -160,6 +161,7 @@ class HostBook:
         self, peer: bytes, message: Follow | Following | FollowerEnds, member: JoinedHost | None
     ) -> ToFollower | None:
         if isinstance(message, FollowerEnds):
+            self.turned_away.pop(message.incarnation, None)
             return None
         if isinstance(message, Following):  # silent for too long, or follows an earlier node 0
             return EndNode(reason="node 0 does not know it, or no longer: it has to start again")
@@ -170,6 +172,7 @@ class HostBook:
                 f"{self._place.address}: {one_line(why, most=MOST_TEXT)}"
             )
             if self._own.difference_ends:  # the error of node 0
+                self.turned_away[message.incarnation] = message.node
                 return FollowerRefused(reason=self.differs)
             return self._refuse(self.differs)
         if message.node >= self._place.nodes:

@@ -192,11 +192,14 @@ class HostLeader:
         self._wake()
 
     async def until_all_ended(self) -> None:
-        """Wait for the other nodes to end, for some seconds."""
-        end_s = self.now() + _END_S
-        while known := self.book.known:
-            if self.now() > end_s or len(self.book.silent(EXPLAIN_S)) == len(known):
-                _log.warning("%s did not say that it ended", self.names(sorted(known)))
+        """Wait some seconds for the other nodes, and those turned away, to say that they end.
+
+        What is on its way to a node may be lost with this socket; a node asks again.
+        """
+        end_s, book = self.now() + _END_S, self.book
+        while left := {*book.known, *book.turned_away.values()}:
+            if self.now() > end_s or left == set(book.silent(EXPLAIN_S)):
+                _log.warning("%s did not say that it ended", self.names(sorted(left)))
                 return
             await self.next_change()
 

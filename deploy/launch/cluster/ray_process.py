@@ -75,8 +75,8 @@ class Placement(Protocol):
         The learner's nodes meet at ``rendezvous``, which the first of them decides.
         """
 
-    def forget(self, name: str) -> str:
-        """Give up a host that no longer answers; return the reason."""
+    def forget(self, name: str, host: PlacedHost | None) -> str:
+        """Give up a host that no longer answers, None without one; return the reason."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +95,7 @@ class RayProcess:
     _signs: Signs = Signs(0.0, 0, 0)  # noqa: RUF009 immutable
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _code: int | None = None
+    _place: PlacedHost | None = None
     _host: PlacedHost | None = None  # set once it runs
 
     def poll(self) -> int | None:
@@ -130,7 +131,7 @@ class RayProcess:
             self._words, code = str(error), EXIT_BAD_SETTINGS
         except HostLostError:
             self.lost = True
-            self.ended_because = self.placement.forget(name)
+            self.ended_because = self.placement.forget(name, self._place)
         except HostCallError as error:
             self.ended_because = str(error)
             with suppress(OSError), self.log_file.open("a") as log:
@@ -156,7 +157,7 @@ class RayProcess:
 
     def _run(self) -> int:
         plan = self.plan
-        host = self.placement.host_of(plan)
+        host = self._place = self.placement.host_of(plan)
         request = self.placement.request(plan, self.arguments, host, self.rendezvous)
         if (code := self.poll()) is not None:  # ended before it was started
             return code

@@ -98,6 +98,7 @@ class RayPlaces:
         self._uses_gpus = has_gpus and config.generators.generators.device != "cpu"
         self._limit_s = config.deploy.ray.start_timeout_s
         self._groups: list[tuple[Pool, ray_calls.Group]] = []
+        self._placing: dict[str, threading.Lock] = {}  # name -> lock: a place holds one host
 
     @classmethod
     def connected(cls, config: RunConfig, console: Console) -> "RayPlaces":
@@ -135,14 +136,18 @@ class RayPlaces:
 
     def host_of(self, plan: RolePlan) -> PlacedHost:
         """Return the host of a role, as Placement says."""
-        if plan.name not in self.hosts:
-            self._place([plan.name])
-        return self.hosts[plan.name]
+        # The host of a process that was ended while it was placed is that of the next one.
+        with self._placing.setdefault(plan.name, threading.Lock()):
+            if plan.name not in self.hosts:
+                self._place([plan.name])
+            return self.hosts[plan.name]
 
-    def forget(self, name: str) -> str:
+    def forget(self, name: str, host: PlacedHost | None) -> str:
         """Give up a host, as Placement says."""
-        if (host := self.hosts.pop(name, None)) is None:
+        if host is None:
             return "its node left the cluster as it was to be started"
+        if self.hosts.get(name) is host:  # else a later process of this name has another
+            del self.hosts[name]
         has_node = ray_calls.is_alive(host.node)
         ray_calls.kill(host.actor)
         if not has_node:
