@@ -89,7 +89,7 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: Sequence
     headers = [t.header for group in batch.groups for t in group.trajectories]
     plans = plan_step(
         [header.num_tokens for header in headers],
-        [cost.flops_within(header.bounds) for header in headers],
+        [cost.flops_within(header.bounds, header.num_response_tokens) for header in headers],
         replicas=learner.sizes.replicas(learner.ranks),
         minibatches=learner.minibatches,
         max_tokens=learner.max_tokens_per_microbatch,

@@ -1,6 +1,7 @@
 """Trajectories laid end to end: the packed tensors of one microbatch.
 
-Shapes: T tokens of B trajectories laid end to end; their branches are S >= B sequences.
+Shapes: T tokens of B trajectories laid end to end, C of them chosen by the policy; their branches
+are S >= B sequences.
 """
 
 from collections import Counter
@@ -74,6 +75,7 @@ class PackedBatch:
     max_seqlen: int
     cu_trajectories: Tensor  # [B + 1] int32
     loss_mask: Tensor  # [T] bool
+    choosing: Tensor  # [C] int64, tokens before those of the mask: their states chose these
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
     temperature: Tensor  # [T] float32
     version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
@@ -319,13 +321,15 @@ def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Packe
     def joined(arrays: list[NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device)
 
+    mask = np.concatenate([s.loss_mask for s in trajectories])
     return PackedBatch(
         token_ids=joined([s.token_ids for s in trajectories]).long(),
         position_ids=joined([np.arange(length) for length in lengths]),
         cu_seqlens=bounds(lengths),
         max_seqlen=max(lengths),
         cu_trajectories=bounds(counts),
-        loss_mask=joined([s.loss_mask for s in trajectories]),
+        loss_mask=torch.from_numpy(mask).to(device),
+        choosing=torch.from_numpy(np.flatnonzero(np.roll(mask, -1))).to(device),
         behavior_logprobs=joined([s.behavior_logprobs for s in trajectories]),
         temperature=per_token([s.temperature for s in trajectories]),
         version_steps=(
@@ -368,6 +372,7 @@ def empty_microbatch(device: torch.device) -> PackedBatch:
         max_seqlen=0,
         cu_trajectories=torch.zeros(1, dtype=torch.int32, device=device),
         loss_mask=numbers.bool(),
+        choosing=numbers,
         behavior_logprobs=floats,
         temperature=floats,
     )

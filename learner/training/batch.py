@@ -115,11 +115,14 @@ class BatchTraining:
 
     def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
         updates = trained if self._algorithm.trains_policy(order.step) else []
-        members = [i for minibatch in updates for i in order.plans[minibatch.number].members]
+        headers, cost = order.headers, self._cost
+        members = [
+            headers[i] for minibatch in updates for i in order.plans[minibatch.number].members
+        ]
         return StepWork(
-            num_tokens=sum(header.num_tokens for header in order.headers),
-            num_trained_tokens=sum(header.num_response_tokens for header in order.headers),
-            flops=sum(self._cost.flops_within(order.headers[i].bounds) for i in members),
+            num_tokens=sum(header.num_tokens for header in headers),
+            num_trained_tokens=sum(header.num_response_tokens for header in headers),
+            flops=sum(cost.flops_within(h.bounds, h.num_response_tokens) for h in members),
         )
 
     def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:

@@ -16,7 +16,8 @@ from typing_extensions import override
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.model import device
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.training.passes import RowHead, Share
+from slipstream.learner.training.passes import RowHead
+from slipstream.learner.training.states import Share
 from slipstream.learner.training.trainable import Trainable
 
 

@@ -4,11 +4,11 @@ Every rank of a replica calls these with the same microbatches. Results of the l
 to the other stages: so advantages, corrections and figures are computed alike on every rank, as if
 each had the whole model.
 
-Shapes: T tokens of B sequences laid end to end, c ranks of context parallelism, H hidden size.
+Shapes: T tokens of B sequences laid end to end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -19,21 +19,13 @@ from typing_extensions import override
 
 from slipstream.learner.batches.packing import PackedBatch, empty_microbatch
 from slipstream.learner.model.collectives import broadcast_frames
-from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.device import device
 from slipstream.learner.model.gpt import ModelInput
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.states import Share
 from slipstream.wire.settings.sections import RoutingReplay
 
 Output = TypeVar("Output")
-
-
-class Share(NamedTuple):
-    """The last stage's result of a microbatch for the tokens of this rank."""
-
-    batch: PackedBatch
-    split: TokenSplit  # split of its tokens over context parallelism
-    hidden: Tensor  # [T/c, H]
 
 
 class Head(Protocol[Output]):

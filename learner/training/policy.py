@@ -13,12 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.algos.compose import PolicyOutputs
-from slipstream.algos.logprobs.linear_logprobs import (
-    Reference,
-    linear_logprobs,
-    squared_probabilities,
-)
-from slipstream.algos.logprobs.sampling import Kept, OutputLayer
+from slipstream.algos.logprobs.linear_logprobs import Reference
+from slipstream.algos.logprobs.sampling import OutputLayer
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.fused_gradients import main_gradient_of
@@ -27,8 +23,9 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.offload import Offload, Tenant
-from slipstream.learner.training.passes import ModelPasses, RowHead, Share
+from slipstream.learner.training.passes import ModelPasses, RowHead
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
+from slipstream.learner.training.states import Share, token_logprobs, token_squares
 from slipstream.learner.training.trainable import LossFunction, Trainable
 from slipstream.wire.settings.sections import RoutingReplay
 
@@ -309,69 +306,3 @@ def output_layer(model: RankModel, topology: Topology, batch: PackedBatch) -> Ou
         barred_ids=batch.end_token_ids if batch.end_barred is not None else (),
         gradient=main_gradient_of(weight, model.config),
     )
-
-
-def token_logprobs(
-    share: Share, layer: OutputLayer, reference: Reference | None = None
-) -> PolicyOutputs:
-    """Return the figures for the token at each index, 0.0 outside the loss mask. Shapes [T].
-
-    The hidden state at t chooses the token at t + 1: figures are shifted by one. Logits are divided
-    by the temperature of their sequence. Tokens that end a response are barred where the engine
-    barred them, and so are tokens that its sampler left out.
-    """
-    batch, split = share.batch, share.split
-    following = linear_logprobs(
-        share.hidden.to(layer.weight.dtype),  # Megatron's wrapper for bfloat16 upcasts it
-        layer,
-        split.mine(batch.token_ids.roll(-1)),
-        temperature=split.mine(batch.temperature, fill=1.0),
-        barred=_barred(share),
-        kept=_kept(share),
-        reference=reference,
-    )
-    rows = [following.logprobs, following.entropy]
-    if following.kl is not None:
-        rows.append(following.kl)
-    every = split.whole(torch.stack(rows)).roll(1, dims=-1)
-    logprobs, entropy, *kl = torch.where(batch.loss_mask, every, torch.zeros_like(every))
-    return PolicyOutputs(logprobs, entropy, kl[0] if kl else None)
-
-
-def token_squares(share: Share, layer: OutputLayer) -> Tensor:
-    """Return the sum of squares of the probabilities that each token was chosen from, [T].
-
-    0.0 outside the loss mask; shifted, tempered, barred and truncated as in ``token_logprobs``.
-    """
-    following = squared_probabilities(
-        share.hidden.to(layer.weight.dtype),
-        layer,
-        temperature=share.split.mine(share.batch.temperature, fill=1.0),
-        barred=_barred(share),
-        kept=_kept(share),
-    )
-    every = share.split.whole(following).roll(1)
-    return torch.where(share.batch.loss_mask, every, torch.zeros_like(every))
-
-
-def _barred(share: Share) -> Tensor | None:
-    """Return where, among this rank's tokens, an end of the response could not follow."""
-    barred = share.batch.end_barred
-    return None if barred is None else share.split.mine(barred.roll(-1))
-
-
-def _kept(share: Share) -> Kept | None:
-    """Return the candidates that may follow each of this rank's tokens, if some may not."""
-    kept = share.batch.kept
-    if kept is None:
-        return None
-    following = kept.before()
-    if share.split.group is None:
-        return following
-    count = len(following.is_truncated)
-    mine = share.split.mine(torch.arange(count, device=kept.ids.device), fill=count)
-    place = torch.full((count + 1,), -1, device=kept.ids.device)
-    place[mine] = torch.arange(len(mine), device=kept.ids.device)
-    rows = place[following.rows]
-    is_mine = rows >= 0
-    return Kept(share.split.mine(following.is_truncated), rows[is_mine], following.ids[is_mine])

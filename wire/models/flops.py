@@ -58,6 +58,7 @@ class SequenceCost:
 
     linear: float = 1.0
     quadratic: float = 0.0
+    output: float = 0.0  # part of linear that a token costs only before one that is trained
 
     @classmethod
     def of(cls, hf: HfConfig, adapters: AdapterFacts | None = None) -> Self:
@@ -89,11 +90,18 @@ class SequenceCost:
         if adapters is not None:
             linear = _PER_FROZEN_PARAMETER * num_multiplied_parameters(hf)
             linear += _PER_PARAMETER * num_adapter_parameters(hf, adapters)
-        return cls(linear=linear, quadratic=_FORWARD_AND_BACKWARD * scores_and_values)
+        head = hf.sizes["vocabulary"] * hf.sizes["hidden"]
+        output = (_PER_PARAMETER if adapters is None else _PER_FROZEN_PARAMETER) * head
+        quadratic = _FORWARD_AND_BACKWARD * scores_and_values
+        return cls(linear=linear, quadratic=quadratic, output=output)
 
-    def flops_within(self, bounds: Sequence[int]) -> float:
-        """Return the FLOPs of sequences laid end to end, which attend to themselves alone."""
-        return sum(self.flops(end - start) for start, end in pairwise(bounds))
+    def flops_within(self, bounds: Sequence[int], num_trained: int) -> float:
+        """Return the FLOPs of sequences laid end to end, which attend to themselves alone.
+
+        Of their tokens ``num_trained`` were chosen by the policy.
+        """
+        whole = sum(self.flops(end - start) for start, end in pairwise(bounds))
+        return whole - self.output * (bounds[-1] - bounds[0] - num_trained)
 
     def flops(self, num_tokens: float) -> float:
         """Return the operations of one sequence; of a mean length, those of equal sequences."""

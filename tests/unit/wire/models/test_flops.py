@@ -61,6 +61,18 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     assert cost.quadratic == whole.quadratic, "queries, keys and values have gradients"
 
 
+@pytest.mark.parametrize("adapters", [None, AdapterFacts(rank=8, alpha=16.0, targets=("q_proj",))])
+def test_the_output_layer_meets_the_tokens_before_those_that_are_trained(
+    adapters: AdapterFacts | None,
+):
+    cost = SequenceCost.of(QWEN2_5_HALF_B, adapters)
+    passes = 3 if adapters is None else 2
+    head = passes * 2 * QWEN2_5_HALF_B.hidden_size * QWEN2_5_HALF_B.vocab_size
+    whole = cost.flops(300) + cost.flops(200)
+    assert cost.flops_within((0, 300, 500), 500) == whole
+    assert cost.flops_within((0, 300, 500), 40) == pytest.approx(whole - 460 * head)
+
+
 def test_a_cost_without_a_model_counts_tokens():
     assert [SequenceCost().flops(length) for length in (1, 10, 32_768)] == [1, 10, 32_768]
 
