@@ -1,11 +1,12 @@
 """What a learner step costs beside a training step of transformers: CPU seconds on one core.
 
-Both start from the same weights and train the same sequences by the same loss: GRPO's advantages, a
-clipped ratio to the behavior policy, the mean over all tokens of answers, one update of AdamW with
-the gradient clipped at norm 1, float32, attention by torch's kernel. The learner's side is all of
-`train_step`: advantages, passes over packed microbatches, the update, and every figure of a run,
-entropy and those by version lag included. transformers' side is given the advantages and computes
-the loss alone, in each of these ways; the bar is against the cheapest by median:
+Both start from the same weights and train the same sequences by the same loss: groups of eight that
+begin with one prompt, GRPO's advantages, a clipped ratio to the behavior policy, the mean over all
+tokens of answers, one update of AdamW with the gradient clipped at norm 1, float32, attention by
+torch's kernel. The learner's side is all of `train_step`: advantages, passes over packed
+microbatches, the update, and every figure of a run, entropy and those by version lag included.
+transformers' side is given the advantages and computes the loss alone, in each of these ways; the
+bar is against the cheapest by median:
 
     padded    all sequences as one batch, each padded to the longest
     sorted    batches of 8 sequences of like lengths, padded to their longest
@@ -153,16 +154,20 @@ def sequences(case: Case, folder: Path) -> "list[TrainTrajectory]":
 
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     random = np.random.default_rng(7)
+
+    def tokens(least: int, most: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        return random.integers(3, vocab_size, random.integers(least, most + 1))
+
     drawn = []
-    for _ in range(case.sequences):
-        num_prompt, num_answer = (
-            random.integers(least, most + 1) for least, most in (case.prompt, case.answer)
-        )
-        mask = np.arange(num_prompt + num_answer) >= num_prompt
+    prompts = [tokens(*case.prompt) for _ in range(-(-case.sequences // SIBLINGS))]
+    for number in range(case.sequences):
+        prompt = prompts[number // SIBLINGS]
+        ids = np.append(prompt, tokens(*case.answer))
+        mask = np.arange(len(ids)) >= len(prompt)
         noise = random.normal(0.0, 0.05, len(mask))
         drawn.append(
             TrainTrajectory(
-                token_ids=random.integers(3, vocab_size, len(mask)).astype(np.int32),
+                token_ids=ids.astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=np.where(mask, noise - np.log(vocab_size), 0.0).astype("f4"),
                 temperature=1.0,
@@ -245,7 +250,7 @@ def learner_step(_way: str, case: Case, folder: Path) -> Callable[[], Step]:
     algorithm = algorithm_of(settings)
     policy = build_policy(settings, algorithm, topology)
     drawn = sequences(case, folder)
-    batch = pack(drawn, device.device())
+    batch = pack(drawn, device.device(), shares_prompts=settings.shares_prompts)
     plan = MinibatchPlan(((tuple(range(len(drawn))),),))
     data = StepData(
         outcomes=Outcomes(

@@ -201,6 +201,15 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The adapters that are trained; None if all weights are."""
         return self.lora.facts() if self.lora.is_on else None
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True if siblings in one microbatch compute their prompt once.
+
+        Context parallelism divides the tokens of each sequence; with R3 each sibling has experts of
+        its own in the prompt.
+        """
+        return self.learner.sizes.context == 1 and self.run.routing_replay != "R3"
+
     def base_is(self, reference: str) -> bool:
         """True if a reference policy (algo.kl.reference) is the policy without its adapters."""
         return self.lora.is_on and reference in {"", self.run.model, str(model_folder(self.run))}

@@ -139,7 +139,7 @@ class LeaderLink(PayloadLink):
                     found = self._found  # already planned for its prefetch
                     if found is not None and found.batch == batch:
                         return found
-                    return plan_batch(batch, self._settings.learner, cost=self._cost)
+                    return plan_batch(batch, self._settings, cost=self._cost)
                 case RunComplete() as complete:
                     return complete
                 case BatchNotReady(reason=reason, last_step=last_step) as answer:
@@ -255,7 +255,7 @@ class LeaderLink(PayloadLink):
         batch = await self._find_batch(step)
         if batch is None:
             return
-        order = plan_batch(batch, self._settings.learner, cost=self._cost)
+        order = plan_batch(batch, self._settings, cost=self._cost)
         self._found = order
         if self._early is not None:
             replicas = range(len(order.plans[0].microbatches))

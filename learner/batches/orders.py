@@ -3,14 +3,16 @@
 A batch is planned once, by rank 0; the plan travels with the headers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from slipstream.learner.batches.plan import Indices, MinibatchPlan, plan_step
-from slipstream.learner.config import LearnerSection
+from slipstream.learner.batches.plan import Indices, MinibatchPlan, PromptCost, plan_step
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.shared_prompts import is_worth_sharing
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.broker import (
     BatchDelivered,
@@ -80,13 +82,14 @@ class Rejection:
     detail: str
 
 
-def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: SequenceCost) -> StepPlan:
+def plan_batch(batch: BatchDelivered, settings: LearnerSettings, *, cost: SequenceCost) -> StepPlan:
     """Plan a batch for a model of this ``cost``.
 
     Raises:
         ConfigError: the batch holds fewer trajectories than there are replicas.
     """
     headers = [t.header for group in batch.groups for t in group.trajectories]
+    learner = settings.learner
     plans = plan_step(
         [header.num_tokens for header in headers],
         [cost.flops_within(header.bounds, header.num_response_tokens) for header in headers],
@@ -96,6 +99,9 @@ def plan_batch(batch: BatchDelivered, learner: LearnerSection, *, cost: Sequence
         coupled=learner.sizes.couples_replicas,
         multiple_of=learner.sizes.microbatch_multiple,
         stages=learner.pipeline_parallel,
+        prompts=[PromptCost(h.group_id, cost.of_context(h.num_prompt_tokens)) for h in headers]
+        if settings.shares_prompts
+        else (),
     )
     return StepPlan(batch=batch, plans=plans)
 
@@ -108,6 +114,19 @@ def encode_order(order: Order) -> bytes:
 def decode_order(data: bytes) -> Order:
     """Return the order that rank 0 broadcast."""
     return _decoder.decode(data)
+
+
+def num_flops(
+    headers: Sequence[TrajectoryHeader], cost: SequenceCost, *, shares_prompts: bool
+) -> float:
+    """Return the FLOPs of a microbatch; a prompt that is shared counts once."""
+    total = sum(cost.flops_within(h.bounds, h.num_response_tokens) for h in headers)
+    prompts = {header.group_id: header.num_prompt_tokens for header in headers}
+    counts = Counter(header.group_id for header in headers)
+    saved = sum((counts[group] - 1) * length for group, length in prompts.items())
+    if shares_prompts and is_worth_sharing(saved, sum(header.num_tokens for header in headers)):
+        total -= sum((counts[g] - 1) * cost.of_context(length) for g, length in prompts.items())
+    return total
 
 
 def groups_of(order: StepPlan, indices: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.algos.logprobs.sampling import Kept
+from slipstream.learner.model.shared_prompts import SharedPrompts
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import DType, PackedArray
 from slipstream.wire.messages.trajectory import (
@@ -83,6 +84,7 @@ class PackedBatch:
     end_token_ids: tuple[int, ...] = ()
     kept: Kept | None = None  # candidates of each token; None: nothing was left out
     experts: Tensor | None = None  # [T, L, k] int16, chosen by the engine; -1 where it chose none
+    shared: SharedPrompts | None = None  # prompts that are computed once
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
     """Choices of this rank's routers before the step's first update, by layer with experts."""
 
@@ -297,8 +299,13 @@ def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
     ]
 
 
-def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> PackedBatch:
-    """Lay trajectories end to end without padding; no trajectory gives an empty microbatch."""
+def pack(
+    trajectories: Sequence[TrainTrajectory], device: torch.device, *, shares_prompts: bool = False
+) -> PackedBatch:
+    """Lay trajectories end to end without padding; no trajectory gives an empty microbatch.
+
+    With ``shares_prompts`` equal prompts are computed once, where that is worth it.
+    """
     if not trajectories:
         return empty_microbatch(device)
     counts = [len(trajectory.token_ids) for trajectory in trajectories]
@@ -343,7 +350,26 @@ def pack(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Packe
         experts=joined([s.experts for s in trajectories if s.experts is not None])
         if all(s.experts is not None for s in trajectories)
         else None,
+        shared=SharedPrompts.of(lengths, _equal_prompts(trajectories), device)
+        if shares_prompts
+        else None,
     )
+
+
+def _equal_prompts(trajectories: Sequence[TrainTrajectory]) -> list[tuple[int, int]]:
+    """Return for each sequence how many tokens an earlier sequence begins with, too, and that one.
+
+    Tokens before the first chosen one are compared, of first branches.
+    """
+    first: dict[bytes, int] = {}  # prompt -> sequence
+    found: list[tuple[int, int]] = []
+    for trajectory in trajectories:
+        prompt = trajectory.token_ids[: int(trajectory.loss_mask.argmax())]
+        sequence = first.setdefault(prompt.tobytes(), len(found))
+        is_first = sequence == len(found)
+        found.append((0 if is_first else len(prompt), sequence))
+        found += [(0, 0)] * len(trajectory.branches)
+    return found
 
 
 def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Kept | None:

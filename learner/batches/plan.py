@@ -8,7 +8,10 @@ step's time; if no plan is good, as with two or three trajectories per replica, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 from slipstream.learner.batches.balance import Trading, deal
 from slipstream.learner.batches.bins import (
@@ -23,6 +26,22 @@ from slipstream.learner.batches.schedule import pipeline_span
 from slipstream.wire.errors import ConfigError
 
 Indices = tuple[int, ...]
+
+
+class PromptCost(NamedTuple):
+    """Work on the prompt of a trajectory, which siblings in one microbatch do once."""
+
+    group: int
+    flops: float  # FLOPs that each further sibling saves
+
+
+class _Unit(NamedTuple):
+    """Trajectories that stay in one microbatch."""
+
+    members: Indices
+    num_tokens: int
+    flops: float
+
 
 _BALANCED = 1.01  # FLOPs of the heaviest replica, over the least there can be
 _FEW = 1.02  # microbatches, over the least there can be
@@ -51,6 +70,7 @@ def plan_step(
     coupled: bool = False,
     multiple_of: int = 1,
     stages: int = 1,
+    prompts: Sequence[PromptCost] = (),
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
@@ -65,6 +85,9 @@ def plan_step(
     minibatch, a multiple of ``multiple_of`` (for an interleaved pipeline, of its stages);
     microbatches left without a trajectory are empty and come last. Otherwise numbers may differ,
     and no microbatch is empty.
+
+    With ``prompts``, one for each trajectory, siblings stay together where the step is quicker so:
+    less is computed, and replicas and microbatches are less equal.
 
     Microbatches of a replica are ordered by FLOPs: the smallest first and last, the largest in
     the middle. While a pipeline of ``stages`` stages fills, its later stages wait for the first
@@ -88,17 +111,46 @@ def plan_step(
     bounds = [count * i // minibatches for i in range(minibatches + 1)]
     plans = []
     for start, end in pairwise(bounds):
-        minibatch = _Minibatch(
-            num_tokens=[int(length) for length in num_tokens[start:end]],
-            flops=list(flops[start:end]),
-            replicas=replicas,
-            max_tokens=max_tokens,
-            coupled=coupled,
-            multiple_of=multiple_of,
-            stages=stages,
-        )
-        plans.append(minibatch.plan(start))
+        alone = [_Unit((i,), int(num_tokens[i]), flops[i]) for i in range(start, end)]
+        ways = [alone]
+        together = _together(alone, prompts, max_tokens) if prompts else alone
+        if replicas <= len(together) < len(alone):
+            ways.append(together)
+        divided = [
+            _Minibatch(
+                units=units,
+                replicas=replicas,
+                max_tokens=max_tokens,
+                coupled=coupled,
+                multiple_of=multiple_of,
+                stages=stages,
+            ).plan()
+            for units in ways
+        ]
+        plans.append(min(divided, key=itemgetter(0))[1])
     return tuple(plans)
+
+
+def _together(
+    alone: Sequence[_Unit], prompts: Sequence[PromptCost], max_tokens: int
+) -> list[_Unit]:
+    """Return units of siblings, as many of a group as a microbatch takes."""
+    units: list[_Unit] = []
+    newest: dict[int, int] = {}  # group -> its unit with room
+    for trajectory in alone:
+        group, saved = prompts[trajectory.members[0]]
+        at = newest.get(group)
+        if at is None or units[at].num_tokens + trajectory.num_tokens > max_tokens:
+            newest[group] = len(units)
+            units.append(trajectory)
+            continue
+        siblings = units[at]
+        units[at] = _Unit(
+            siblings.members + trajectory.members,
+            siblings.num_tokens + trajectory.num_tokens,
+            siblings.flops + trajectory.flops - saved,
+        )
+    return units
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,28 +162,38 @@ class _Way:
     time: float  # duration of the step, in FLOPs of a replica
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Minibatch:
     """The trajectories of one optimizer update, and ways to divide them."""
 
-    num_tokens: Sequence[int]
-    flops: Sequence[float]
+    units: Sequence[_Unit]
     replicas: int
     max_tokens: int
     coupled: bool
     multiple_of: int
     stages: int
 
-    def plan(self, start: int) -> MinibatchPlan:
-        """Return the microbatches of each replica; the first trajectory has the index ``start``."""
-        return MinibatchPlan(
-            tuple(
-                tuple(tuple(start + i for i in indices) for indices in share)
-                for share in self._divided()
-            )
-        )
+    @cached_property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each unit."""
+        return [unit.num_tokens for unit in self.units]
 
-    def _divided(self) -> list[Bins]:
+    @cached_property
+    def flops(self) -> list[float]:
+        """FLOPs of each unit."""
+        return [unit.flops for unit in self.units]
+
+    def plan(self) -> tuple[float, MinibatchPlan]:
+        """Return the duration of the step, in FLOPs of a replica, and its microbatches."""
+        way = self._divided()
+
+        def members(units: Sequence[int]) -> Indices:
+            return tuple(sorted(i for unit in units for i in self.units[unit].members))
+
+        shares = tuple(tuple(members(units) for units in share) for share in way.shares)
+        return way.time, MinibatchPlan(shares)
+
+    def _divided(self) -> _Way:
         tried: list[_Way] = []
         for shares in self._ways():
             fewest = sum(map(len, tried[0].shares if tried else shares))
@@ -139,7 +201,7 @@ class _Minibatch:
             if tried[-1].is_good and not self.coupled:  # other ways are no quicker
                 break
         candidates = [way for way in tried if way.is_good] or tried
-        return min(candidates, key=lambda way: way.time).shares
+        return min(candidates, key=lambda way: way.time)
 
     def _in_order(self, share: Bins) -> Bins:
         """Return a replica's microbatches, small ones at both ends, empty ones after all others."""

@@ -256,7 +256,7 @@ class ReplayLink:
         if batch.step != version.step:
             raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
         delivered = BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
-        return plan_batch(delivered, self._settings.learner, cost=self._cost)
+        return plan_batch(delivered, self._settings, cost=self._cost)
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return payloads of the batch recorded for this step."""

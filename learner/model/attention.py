@@ -23,6 +23,7 @@ from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
 from slipstream.learner.model.experts.expert_choices import ExpertChoices
 from slipstream.learner.model.rotary import Rotation
+from slipstream.learner.model.shared_prompts import SharedPrompts
 from slipstream.wire.errors import ConfigError
 
 
@@ -63,20 +64,24 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
     rotation: Rotation = field(kw_only=True)  # rotation of this rank's tokens
     split: TokenSplit = field(kw_only=True)  # split of all tokens
     choices: ExpertChoices | None = field(kw_only=True, default=None)  # choices of routers
+    shared: SharedPrompts | None = field(kw_only=True, default=None)  # prompts computed once
 
     @cached_property
     def groups(self) -> LengthGroups:
         """Sequences grouped by length, computed by the first layer that needs them."""
-        return group_by_length(self.cu_seqlens_q)
+        return group_by_length(self.cu_seqlens_kv)
 
     @cached_property
     def pieces(self) -> tuple[AttentionBounds, ...]:
         """Bounds of the sequences of queries and keys, for each run of this rank's queries.
 
-        A run has no queries of the sequences before it, and no keys of the sequences after it.
+        A run has no queries of the sequences before it, and no keys of the sequences after it. A
+        prompt that another sequence computes has no queries.
         """
-        bounds: Tensor = self.cu_seqlens_q
-        longest: int = self.max_seqlen_q
+        bounds: Tensor = self.cu_seqlens_kv
+        longest: int = self.max_seqlen_kv
+        if self.shared is not None:
+            return (AttentionBounds(self.cu_seqlens_q, bounds, self.max_seqlen_q, longest),)
         return tuple(
             AttentionBounds(
                 bounds.clamp(first, end) - first,
@@ -127,6 +132,8 @@ class VarlenCoreAttention(torch.nn.Module):
         if self._turns:
             query, key = layout.rotation.turned(query), layout.rotation.turned(key)
         query, key, value = split.queries(query), split.keys(key), split.keys(value)
+        if layout.shared is not None:
+            return shared_attention(query, key, value, layout, layout.shared, self.scale)
         if split.shares.rings > 1:
             asked = zip(query.chunk(len(layout.pieces)), layout.pieces, strict=True)
             attend = cuda_attention if has_kernel(query) else bounded_attention
@@ -138,6 +145,25 @@ class VarlenCoreAttention(torch.nn.Module):
         else:
             output = grouped_attention(query, key, value, layout.groups, self.scale)
         return split.returned(output)
+
+
+def shared_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    shared: SharedPrompts,
+    scale: float,
+) -> Tensor:
+    """Return attention [U, h, v] of the computed tokens, [U, h, d], to all of their sequences.
+
+    A CPU computes queries of all tokens, too: products with weights cost far more there.
+    """
+    key, value = shared.of_all(key), shared.of_all(value)
+    if has_kernel(query):
+        return cuda_attention(query, key, value, layout.pieces[0], scale)
+    output = grouped_attention(shared.of_all(query), key, value, layout.groups, scale)
+    return output.index_select(0, shared.computed)
 
 
 def bounded_attention(

@@ -37,6 +37,7 @@ from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import install_swiglu, layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
+from slipstream.learner.model.shared_prompts import SharedPrompts
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
@@ -131,6 +132,7 @@ class ModelInput:
     position_ids: Tensor  # [T'/c]
     layout: PackedLayout
     split: TokenSplit
+    shared: SharedPrompts | None
 
     @classmethod
     def of(
@@ -140,6 +142,7 @@ class ModelInput:
         position_ids: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
+        shared: SharedPrompts | None = None,
     ) -> "ModelInput":
         """Divide a microbatch over ranks.
 
@@ -152,27 +155,32 @@ class ModelInput:
             position_ids: [T] int64, from 0 in each sequence.
             cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
             max_seqlen: exact length of the longest sequence.
+            shared: prompts that are computed once; not under context parallelism.
         """
+        if shared is not None:
+            token_ids, position_ids = token_ids[shared.computed], position_ids[shared.computed]
         split = _token_split(config, len(token_ids))
-        missing = split.padded - split.count
+        missing, padded = split.padded - split.count, shared
         if missing:
             where = position_ids.device
             token_ids = F.pad(token_ids, (0, missing))
             position_ids = torch.cat([position_ids, torch.arange(missing, device=where)])
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
             max_seqlen = max(max_seqlen, missing)
+            padded = None if shared is None else shared.padded(missing)
         whole = dataclasses.replace(split, count=split.padded)
         positions = whole.mine(position_ids)
         layout = PackedLayout(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_q=cu_seqlens if padded is None else padded.cu_queries,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen,
+            max_seqlen_q=max_seqlen if padded is None else padded.max_queries,
             max_seqlen_kv=max_seqlen,
             rotation=config.rotary.at(positions),
             split=split,
+            shared=padded,
         )
-        return cls(whole.mine(token_ids), positions, layout, split)
+        return cls(whole.mine(token_ids), positions, layout, split, shared)
 
     def recording(self, record: MutableMapping[int, Tensor]) -> "ModelInput":
         """Return the microbatch; its routers record their choices, by layer with experts."""
@@ -209,7 +217,10 @@ class ModelInput:
         Padding remains only if tokens are divided.
         """
         hidden = output.squeeze(0)
-        return hidden if self.split.group is not None else hidden[: self.split.count]
+        if self.split.group is not None:
+            return hidden
+        hidden = hidden[: self.split.count]
+        return hidden if self.shared is None else self.shared.of_all(hidden)
 
 
 def _token_split(config: TransformerConfig, count: int) -> TokenSplit:

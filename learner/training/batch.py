@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.kernels import replaced_calls
 from slipstream.learner.batches.links import RankLink
-from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepPlan, groups_of
+from slipstream.learner.batches.orders import (
+    NonFiniteError,
+    Rejection,
+    StepPlan,
+    groups_of,
+    num_flops,
+)
 from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
 from slipstream.learner.batches.share import fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
@@ -115,14 +121,20 @@ class BatchTraining:
 
     def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
         updates = trained if self._algorithm.trains_policy(order.step) else []
-        headers, cost = order.headers, self._cost
-        members = [
-            headers[i] for minibatch in updates for i in order.plans[minibatch.number].members
+        headers, shares_prompts = order.headers, self._settings.shares_prompts
+        microbatches = [
+            [headers[i] for i in indices]
+            for minibatch in updates
+            for share in order.plans[minibatch.number].microbatches
+            for indices in share
         ]
         return StepWork(
             num_tokens=sum(header.num_tokens for header in headers),
             num_trained_tokens=sum(header.num_response_tokens for header in headers),
-            flops=sum(cost.flops_within(h.bounds, h.num_response_tokens) for h in members),
+            flops=sum(
+                num_flops(members, self._cost, shares_prompts=shares_prompts)
+                for members in microbatches
+            ),
         )
 
     def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:
@@ -145,6 +157,13 @@ class BatchTraining:
             if isinstance(sequences, Rejection):
                 return sequences
             return [
-                [pack([sequences[i] for i in indices], device()) for indices in minibatch]
+                [
+                    pack(
+                        [sequences[i] for i in indices],
+                        device(),
+                        shares_prompts=settings.shares_prompts,
+                    )
+                    for indices in minibatch
+                ]
                 for minibatch in order.share(self._topology.data_parallel_rank)
             ]

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from slipstream.learner.batches.packing import PackedBatch, empty_microbatch
 from slipstream.learner.model.collectives import broadcast_frames
+from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.device import device
 from slipstream.learner.model.gpt import ModelInput
 from slipstream.learner.model.topology import Topology
@@ -170,11 +171,15 @@ class ModelPasses(Generic[Output]):
                 batch.position_ids,
                 batch.cu_seqlens,
                 batch.max_seqlen,
+                batch.shared,
             )
             given = self._replaying(batch, given, trains=trains)
 
             def result(output: Tensor, *, non_loss_data: bool = False) -> object:
-                share = Share(batch, given.split, given.hidden(output))
+                hidden, split = given.hidden(output), given.split
+                if batch.shared is not None:  # states of all tokens are here
+                    split = TokenSplit(len(hidden), len(hidden))
+                share = Share(batch, split, hidden)
                 value = of_last_stage(number, share)
                 if non_loss_data:
                     return None

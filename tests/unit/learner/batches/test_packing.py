@@ -77,6 +77,43 @@ def test_sequences_are_laid_end_to_end_without_padding():
     assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
 
 
+def with_prompt(prompt: list[int], response: list[int], branches: int = 1) -> TrainTrajectory:
+    ids, mask = [*prompt, *response], [False] * len(prompt) + [True] * len(response)
+    count = len(ids) * branches
+    return TrainTrajectory(
+        token_ids=np.array(ids * branches, np.int32),
+        loss_mask=np.array(mask * branches),
+        behavior_logprobs=np.zeros(count, np.float32),
+        temperature=1.0,
+        branches=tuple(range(len(ids), count, len(ids))),
+    )
+
+
+def test_states_before_chosen_tokens_are_listed():
+    batch = pack([with_prompt([1, 2], [3, 4]), with_prompt([1], [2])], torch.device("cpu"))
+    assert batch.choosing.tolist() == [1, 2, 4]
+
+
+def test_a_prompt_is_shared_by_those_that_begin_with_all_of_it_and_no_more():
+    trajectories = [
+        with_prompt([1, 2, 3], [4], branches=2),
+        with_prompt([1, 2], [3, 4]),
+        with_prompt([1, 2, 3], [4, 5]),
+        with_prompt([3, 2, 1], [4]),
+        with_prompt([1, 2], [9]),
+    ]
+    assert pack(trajectories, torch.device("cpu")).shared is None, "nobody asked for it"
+    batch = pack(trajectories, torch.device("cpu"), shares_prompts=True)
+    assert batch.shared is not None
+    assert batch.cu_seqlens.tolist() == [0, 4, 8, 12, 17, 21, 24]
+    assert batch.shared.cu_queries.tolist() == [0, 4, 8, 12, 14, 18, 19]
+    same = batch.token_ids[batch.shared.computed][batch.shared.places]
+    assert same.tolist() == batch.token_ids.tolist()
+    positions = batch.position_ids[batch.shared.computed][batch.shared.places]
+    assert positions.tolist() == batch.position_ids.tolist()
+    assert pack([], torch.device("cpu"), shares_prompts=True).shared is None
+
+
 def test_every_token_knows_the_step_of_its_policy():
     runs = (VersionRun(2, PolicyVersion(1, 4)), VersionRun(3, PolicyVersion(1, 6)))
     found = header(num_tokens=5)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.batches.plan import MinibatchPlan, plan_step
+from slipstream.learner.batches.plan import MinibatchPlan, PromptCost, plan_step
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import SequenceCost
 
@@ -217,3 +217,69 @@ def test_work_that_is_given_decides_in_the_place_of_its_estimate():
     (plan,) = plan_step([10] * 6, work, replicas=2, minibatches=1, max_tokens=100)
     shares = [sum(work[i] for one in share for i in one) for share in plan.microbatches]
     assert max(shares) == 100.0
+
+
+# ---- siblings --------------------------------------------------------------------
+
+
+def loads_of_microbatches(plan: MinibatchPlan, num_tokens: list[int]) -> list[int]:
+    return [sum(num_tokens[i] for i in one) for share in plan.microbatches for one in share]
+
+
+def groups_in(plan: MinibatchPlan, size: int) -> int:
+    """Return the number of parts that groups of neighbors are in, over all microbatches."""
+    return sum(len({i // size for i in one}) for share in plan.microbatches for one in share)
+
+
+def test_siblings_stay_together_where_their_prompt_is_long():
+    lengths = [40 + 7 * i % 5 for i in range(64)]
+    named = {"replicas": 2, "minibatches": 2, "max_tokens": 500}
+    saved = [PromptCost(i // 8, 35.0) for i in range(64)]
+    for plan in plan_step(lengths, lengths, prompts=saved, **named):
+        assert sorted(plan.members) == list(range(min(plan.members), max(plan.members) + 1))
+        assert len(plan.members) == 32
+        assert max(loads_of_microbatches(plan, lengths)) <= 500
+        assert groups_in(plan, 8) == 4, "each group is whole"
+    apart = plan_step(lengths, lengths, **named)
+    assert groups_in(apart[0], 8) > 4
+    assert (
+        plan_step(lengths, lengths, prompts=[PromptCost(i // 8, 0.0) for i in range(64)], **named)
+        == apart
+    )
+
+
+def test_siblings_are_apart_where_replicas_would_wait_for_those_that_are_together():
+    lengths = [100] * 24
+    plans = plan_step(
+        lengths,
+        lengths,
+        replicas=8,
+        minibatches=1,
+        max_tokens=800,
+        prompts=[PromptCost(i // 8, 20.0) for i in range(24)],
+    )
+    assert sorted(loads(plans[0], lengths)) == [300] * 8
+
+
+def test_of_a_group_that_no_microbatch_takes_parts_stay_together():
+    lengths, saved = [100] * 16, [PromptCost(0, 90.0)] * 16
+    (plan,) = plan_step(lengths, lengths, replicas=1, minibatches=1, max_tokens=450, prompts=saved)
+    assert loads_of_microbatches(plan, lengths) == [400] * 4
+
+
+@given(requests(), st.integers(1, 9), st.floats(0.0, 1.0))
+def test_with_prompts_each_trajectory_is_trained_once(request: Request, size: int, share: float):
+    lengths, cost = request["num_tokens"], request["cost"]
+    work = [cost.flops(length) for length in lengths]
+    named = {key: value for key, value in request.items() if key not in {"num_tokens", "cost"}}
+    least = [min(work[i // size * size : (i // size + 1) * size]) for i in range(len(work))]
+    prompts = [PromptCost(i // size, share * saved) for i, saved in enumerate(least)]
+    plans = plan_step(lengths, work, prompts=prompts, **named)
+    assert [i for plan in plans for i in sorted(plan.members)] == list(range(len(lengths)))
+    for plan, alone in zip(plans, plan_step(lengths, work, **named), strict=True):
+        assert sorted(plan.members) == sorted(alone.members)
+        for one in (one for share in plan.microbatches for one in share):
+            total = sum(lengths[i] for i in one)
+            assert total <= request["max_tokens"] or len(one) == 1
+        if request["coupled"]:
+            assert len({len(share) for share in plan.microbatches}) == 1
