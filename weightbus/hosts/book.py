@@ -65,7 +65,7 @@ class HostBook:
         self.ended: dict[int, HostEnd] = {}  # ends of nodes after the start
         self.refused = ""  # reason of the last refusal
         self.differs = ""  # the same of a node that differs
-        self.turned_away: dict[str, int] = {}  # incarnation -> node; refused at the end of a start
+        self.turned_away: dict[str, int] = {}  # incarnation -> node; its refusal ends the start
 
     # ---- state ---------------------------------------------------------------
 
@@ -171,10 +171,11 @@ class HostBook:
                 f"{named} cannot {self._own.refusal} node 0 (host {self._hosts[0]}) at "
                 f"{self._place.address}: {one_line(why, most=MOST_TEXT)}"
             )
-            if self._own.difference_ends:  # the error of node 0
+            if not self._own.difference_ends:
+                return self._refuse(self.differs)
+            if self._start is None:  # the error of node 0, which waits until this one has heard it
                 self.turned_away[message.incarnation] = message.node
-                return FollowerRefused(reason=self.differs)
-            return self._refuse(self.differs)
+            return FollowerRefused(reason=self.differs)
         if message.node >= self._place.nodes:
             return self._refuse(f"there is no {named} ({self._own.option})")
         if member is not None:

@@ -1,8 +1,11 @@
 """Node 0's answers to processes that come as nodes of its engine, and what it notes of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream.weightbus.hosts.book import HostBook
+from slipstream.weightbus.hosts.membership import Membership
 from slipstream.weightbus.hosts.verdict import HostEnd
 from slipstream.wire.messages.followers import (
     EndNode,
@@ -25,9 +28,9 @@ START = StartNode(host="10.0.0.1", port=40001)
 class Nodes:
     """Processes that come to a book, and time."""
 
-    def __init__(self, silence_s: float = 30.0) -> None:
+    def __init__(self, own: Membership | None = None) -> None:
         self.now_s = 100.0
-        own = membership(0, 3, 2, facts=FACTS, silence_s=silence_s)
+        own = own or membership(0, 3, 2, facts=FACTS, silence_s=30.0)
         self.book = HostBook(own, leader="zero", host="h0", now_s=self.now_s)
 
     def come(self, node: int, who: str, facts: dict[str, str] = FACTS) -> ToFollower | None:
@@ -76,6 +79,20 @@ def test_a_node_that_differs_is_refused_with_both_values_and_another_is_waited_f
     assert nodes.book.missing == [1, 2]
     assert nodes.book.refused == nodes.book.differs == answer.reason
     assert nodes.come(1, "a2") == ACCEPTED
+
+
+def test_a_refusal_that_ends_the_start_is_remembered_until_it_was_heard():
+    own = replace(membership(0, 3, 2, facts=FACTS), difference_ends=True)
+    nodes = Nodes(own)
+    others = FACTS | {"generators.dtype": "float32"}
+    for _ in range(2):
+        assert isinstance(nodes.come(1, "a", others), FollowerRefused)
+    assert nodes.book.turned_away == {"a": 1}
+    nodes.leave(1, "a", "refused")
+    assert nodes.book.turned_away == {}
+    nodes.begin()
+    assert isinstance(nodes.come(1, "late", others), FollowerRefused)
+    assert nodes.book.turned_away == {}, "the run's end does not wait for it"
 
 
 def test_a_node_beyond_the_last_is_refused(nodes: Nodes):
