@@ -69,7 +69,7 @@ def test_a_call_that_failed_says_whether_its_host_is_lost():
 
 
 def test_a_role_that_cannot_be_followed_names_the_cause_and_its_log_has_all(tmp_path: Path):
-    def fails(_plan: RolePlan) -> PlacedHost:
+    def fails(_plan: RolePlan, _is_wanted: object) -> PlacedHost:
         raise translated(raised(FileNotFoundError("role.log is gone")).as_instanceof_cause())
 
     placement = cast("Placement", SimpleNamespace(host_of=fails))
@@ -123,10 +123,15 @@ def test_a_place_is_asked_for_once_though_its_process_was_ended_meanwhile(
     monkeypatch.setattr(places, "_place", place)
     with ThreadPoolExecutor() as pool:
         plan = RolePlan("learner-1", ())
-        calls = [pool.submit(places.host_of, plan) for _ in range(2)]
+        calls = [pool.submit(places.host_of, plan, lambda: True) for _ in range(2)]
         until(lambda: hosts, "nothing is placed")
         placed.set()
         assert [call.result() for call in calls] == [hosts[0]] * 2
+
+
+def test_a_process_that_was_ended_while_another_was_placed_asks_for_no_place(tmp_path: Path):
+    """It may have been the last one: the cluster was left."""
+    assert places_of(tmp_path).host_of(RolePlan("learner-1", ()), lambda: False) is None
 
 
 def test_a_process_that_was_ended_gives_up_no_host_of_the_next_one(

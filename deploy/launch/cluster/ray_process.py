@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,8 +60,10 @@ class PlacedHost:
 class Placement(Protocol):
     """What a process asks of the places of its run."""
 
-    def host_of(self, plan: RolePlan) -> PlacedHost:
+    def host_of(self, plan: RolePlan, is_wanted: Callable[[], bool]) -> PlacedHost | None:
         """Return the host of a role, on another node if the last node is gone.
+
+        None without a host, if it is not wanted any more when its turn comes.
 
         Raises:
             ChildDiedError: the cluster has no place within deploy.ray.start_timeout_s.
@@ -157,7 +159,9 @@ class RayProcess:
 
     def _run(self) -> int:
         plan = self.plan
-        host = self._place = self.placement.host_of(plan)
+        host = self._place = self.placement.host_of(plan, lambda: self.poll() is None)
+        if host is None:
+            return EXIT_FAILED  # in vain: it has the code of its end
         request = self.placement.request(plan, self.arguments, host, self.rendezvous)
         if (code := self.poll()) is not None:  # ended before it was started
             return code

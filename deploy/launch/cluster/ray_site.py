@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,13 +134,13 @@ class RayPlaces:
             self._add_pool(pool_of(self.config, name, [name], uses_gpus=self._uses_gpus))
         return plan_generator(self.config, Path(SETTINGS), name, gpus=None, python=PYTHON)
 
-    def host_of(self, plan: RolePlan) -> PlacedHost:
+    def host_of(self, plan: RolePlan, is_wanted: Callable[[], bool]) -> PlacedHost | None:
         """Return the host of a role, as Placement says."""
         # The host of a process that was ended while it was placed is that of the next one.
         with self._placing.setdefault(plan.name, threading.Lock()):
-            if plan.name not in self.hosts:
+            if plan.name not in self.hosts and is_wanted():
                 self._place([plan.name])
-            return self.hosts[plan.name]
+            return self.hosts.get(plan.name)
 
     def forget(self, name: str, host: PlacedHost | None) -> str:
         """Give up a host, as Placement says."""
