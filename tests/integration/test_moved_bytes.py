@@ -21,9 +21,10 @@ pytestmark = pytest.mark.integration
 _BARS = {
     # Bytes per token of what products read and write, in this model of wide weights.
     "products": 32_000.0,
-    # Passes over [T, V] float32, forward and backward; products write two of them.
+    # Passes over [C, V] float32, C tokens before chosen ones, forward and backward; products write
+    # two of them.
     "logits": 4.6,
-    # Passes over [T, H] float32 beside the logits: statistics, the hidden states' gradient.
+    # Passes over [C, H] float32 beside the logits: statistics, the hidden states' gradient.
     "rows": 8.2,
     # Passes over [T, I] bfloat16 in each layer, between the products.
     "mlp": 8.1,
@@ -36,8 +37,9 @@ _BARS = {
     "norms": 7.6,
     # Passes over [T, H] bfloat16: an embedding's rows, and their gradients.
     "embedding": 4.1,
-    # Passes over [T, H] bfloat16: residuals, the last hidden states in float32, the loss.
-    "other": 42.0,
+    # Passes over [T, H] bfloat16: residuals, the last hidden states in float32, those before chosen
+    # tokens and their gradient, the loss.
+    "other": 50.0,
     # Bytes per parameter in each microbatch: 8 by the products, and the other gradients' sums.
     "accumulation": 8.3,
     # Bytes per parameter: zeros and norm of gradients (8), AdamW that clips them (32), weights in

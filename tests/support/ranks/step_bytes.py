@@ -29,6 +29,7 @@ from tests.support.tiny_models import write_tiny_model
 _VOCABULARY = 700  # no multiple of a block
 _MICROBATCHES = ((0, 1, 2, 3), (4, 5, 6, 7))  # of sequences
 _TOKENS = 40  # of a microbatch
+_CHOSEN = 24  # of these; the output layer meets no other states
 
 
 def _group(counter: MovedBytes) -> None:
@@ -39,7 +40,7 @@ def _group(counter: MovedBytes) -> None:
 
     from slipstream.learner.model import rotary
     from slipstream.learner.model.layers import TorchRMSNorm
-    from slipstream.learner.training import policy
+    from slipstream.learner.training import states
     from slipstream.learner.training.passes import ModelPasses
     from slipstream.learner.training.trainable import Trainable
 
@@ -49,7 +50,7 @@ def _group(counter: MovedBytes) -> None:
     counter.grouped(TorchRMSNorm, "forward", "norms")
     counter.grouped(rotary.Rotary, "at", "rotary")
     counter.grouped(rotary.Rotation, "turned", "rotary")
-    counter.grouped(policy, "linear_logprobs", LOGITS)
+    counter.grouped(states, "linear_logprobs", LOGITS)
     counter.grouped(Trainable, "update", "update")
     counter.grouped(ModelPasses, "train", OTHER)
 
@@ -97,13 +98,13 @@ def _compute_as_a_gpu(counter: MovedBytes) -> None:
     attention.cuda_attention = attend
 
 
-def _units(hf: HfConfig, tokens: int, parameters: int) -> dict[str, int]:
+def _units(hf: HfConfig, tokens: int, chosen: int, parameters: int) -> dict[str, int]:
     """Return the bytes of the unit of each group, in the step."""
     layers, hidden = hf.num_hidden_layers, 2 * tokens * hf.hidden_size
     return {
         "products": tokens,
-        LOGITS: 4 * tokens * hf.vocab_size,
-        "rows": 2 * hidden,
+        LOGITS: 4 * chosen * hf.vocab_size,
+        "rows": 4 * chosen * hf.hidden_size,
         "mlp": 2 * tokens * layers * hf.intermediate_size,
         "attention": hidden * layers,
         "rotary": tokens * layers * (hf.num_attention_heads + hf.num_query_groups) * hf.kv_channels,
@@ -132,7 +133,7 @@ def main(work: Path) -> None:
 
     step(*_MICROBATCHES[:1])  # makes the optimizer's state
     counter = MovedBytes(
-        is_logits=lambda tensor: tensor.shape == (_TOKENS, _VOCABULARY),
+        is_logits=lambda tensor: tensor.shape == (_CHOSEN, _VOCABULARY),
         gradients=policy._gradient_buffers(),
     )
     _group(counter)
@@ -140,9 +141,9 @@ def main(work: Path) -> None:
     count_kernels(counter)
     with counter:
         step(*_MICROBATCHES)
-    tokens = _TOKENS * len(_MICROBATCHES)
+    tokens, chosen = (count * len(_MICROBATCHES) for count in (_TOKENS, _CHOSEN))
     parameters = sum(weight.numel() for weight in policy.model.parameters())
-    units = _units(policy.model.hf_config, tokens, parameters)
+    units = _units(policy.model.hf_config, tokens, chosen, parameters)
     moved = counter.moved.most_common()
     rows = [(group, name, size / units[group], size / tokens) for (group, name), size in moved]
     finish(work / "0.json", rows)
