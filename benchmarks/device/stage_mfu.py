@@ -177,7 +177,7 @@ def _compare(report: Report, case: Case, hf: HfConfig, seconds: float) -> None:
         return
     gpu, label, tokens = torch.cuda.get_device_name(), case.label, case.tokens * case.microbatches
     facts = None if case.rank is None else LoraSection(rank=case.rank).facts()
-    flops = SequenceCost.of(hf, facts).flops(case.length) * tokens / case.length
+    flops = flops_of(case, SequenceCost.of(hf, facts))
     report.fact(f"{label} TFLOP/s", flops / seconds / 1e12)
     report.fact(f"{label} most memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
     peak = peak_tflops_of(gpu)
@@ -194,6 +194,13 @@ def _compare(report: Report, case: Case, hf: HfConfig, seconds: float) -> None:
             report.at_least(f"{label} vs prime-rl", ratio, "x", needs=_OF_PRIME_RL)
         else:
             report.fact(f"{label} vs prime-rl on an H100", ratio)
+
+
+def flops_of(case: Case, cost: SequenceCost) -> float:
+    """Return the FLOPs of a case's step."""
+    num_trained = int(_mask(case.length).sum())
+    sequences = case.tokens * case.microbatches / case.length
+    return sequences * cost.flops_within((0, case.length), num_trained)
 
 
 def _hf_config(case: Case, out: Path) -> HfConfig:
@@ -254,9 +261,13 @@ def _flash_attention() -> AbstractContextManager[None]:
     return chosen
 
 
+def _mask(length: int) -> "np.typing.NDArray[np.bool_]":
+    """Return where the policy chose a sequence's tokens."""
+    return np.arange(length) >= length // 8
+
+
 def _sequences(length: int, count: int) -> list[TrainTrajectory]:
-    rng = np.random.default_rng(4)
-    mask = np.arange(length) >= length // 8
+    rng, mask = np.random.default_rng(4), _mask(length)
     return [
         TrainTrajectory(
             token_ids=rng.integers(3, 500, length).astype(np.int32),

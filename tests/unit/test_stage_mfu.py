@@ -22,12 +22,18 @@ def compared(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     report = Report("mfu", folder / "mfu.json", deadline_s=60)
     hf = stage_mfu._hf_config(case, folder)
-    tokens = case.tokens * case.microbatches
-    flops = SequenceCost.of(hf).flops(case.length) * tokens / case.length
+    flops = stage_mfu.flops_of(case, SequenceCost.of(hf))
     stage_mfu._compare(report, case, hf, flops / (mfu * 989e12))
     report.end()
     found: dict[str, list[dict[str, object]]] = json.loads((folder / "mfu.json").read_text())
     return found
+
+
+def test_flops_are_those_of_the_tokens_that_meet_the_output_layer():
+    """Seven of eight are trained."""
+    case = Case(shape="1.5B", tokens=8192, microbatches=2, length=2048)
+    cost = SequenceCost(linear=10.0, quadratic=1.0, output=4.0)
+    assert stage_mfu.flops_of(case, cost) == 8 * (10 * 2048 + 2048**2 - 4 * 256)
 
 
 def test_it_comes_first_and_its_bars_fit_in_its_time():
