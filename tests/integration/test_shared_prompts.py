@@ -21,7 +21,7 @@ NUM_TOKENS = sum(prompt + response for _, prompt, response in LENGTHS) + 5  # a 
         ("qwen3", 1, {}),
         ("qwen3", 2, {"tensor_parallel": 2}),
         ("qwen3", 2, {"pipeline_parallel": 2, "recompute": "full"}),
-        ("qwen3_moe", 1, {}),
+        ("qwen3_moe", 2, {"tensor_parallel": 2}),
         ("deepseek_v3", 1, {}),
     ],
     ids=["one", "tp2", "pp2-recompute", "experts", "latent"],

@@ -169,8 +169,11 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
 
     check_fused_kernels()
     some = train_sequences()
+    some += some[3:4]  # the longest prompt, again
     replicas = topology.data_parallel
-    batch, data = pack(some, device.device()), random_outcomes(some, step=5)
+    batch = pack(some, device.device(), shares_prompts=True)
+    assert batch.shared is not None
+    data = random_outcomes(some, step=5)
     plan = whole_plan(some)
     if replicas > 1:  # each trains them all: what is counted does not depend on it
         plan = type(plan)(plan.microbatches * replicas)

@@ -1,5 +1,7 @@
 """One rank of a learner that trains siblings, with prompts that are computed once and again.
 
+Its routers, if any, repeat their choices of before an update.
+
 Usage: shared_prompts MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json: what is the same either way, and how many tokens a layer was given.
 """
@@ -92,11 +94,11 @@ def distance_of_ways(batch: PackedBatch) -> float:
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
-    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32")
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.starting_policy import build_policy
 
-    settings = settings_of(folder, learner, ALGO)
+    settings = settings_of(folder, learner, ALGO, replay="R2")
     algorithm, everything = algorithm_of(settings), siblings()
     report: dict[str, object] = {}
     for shares_prompts in (False, True):

@@ -88,3 +88,16 @@ def test_a_microbatch_without_tokens_has_no_figures():
     share = Share(empty_microbatch(CPU), TokenSplit(0, 0), torch.zeros(0, HIDDEN))
     found = token_logprobs(share, OutputLayer(weight=torch.zeros(VOCAB, HIDDEN)))
     assert found.logprobs.shape == found.entropy.shape == (0,)
+
+
+def test_a_rank_without_a_chosen_token_gives_every_weight_a_gradient_of_zero():
+    """Context parallelism can leave it a prompt alone, and others wait for its gradients."""
+    batch = pack([trajectory("...", 0, truncates=False)], CPU)
+    hidden = torch.ones(3, HIDDEN, requires_grad=True)
+    weight = torch.full((VOCAB, HIDDEN), 0.5, requires_grad=True)
+    found = token_logprobs(Share(batch, TokenSplit(3, 3), hidden), OutputLayer(weight=weight))
+    assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 3
+    (found.logprobs + found.entropy).sum().backward()
+    for given in (hidden, weight):
+        assert given.grad is not None
+        assert not given.grad.any()
