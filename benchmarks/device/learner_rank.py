@@ -126,7 +126,9 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
         destroy_topology()
         return
     sequences = train_sequences()
-    batch, plan = pack(sequences, device.device()), whole_plan(sequences)
+    sequences += sequences[3:4]  # the longest prompt, which is computed once
+    batch = pack(sequences, device.device(), shares_prompts=True)
+    plan = whole_plan(sequences)
     for name, algo in _ALGORITHMS.items():
         settings = settings_of(model, dtype, algo)
         algorithm = algorithm_of(settings)
