@@ -2,7 +2,8 @@
 
 Nothing overlaps, and messages between pipeline stages are left out. Letters:
 
-    F    FLOPs of training on the step's trajectories (wire/models/flops.py)
+    F    FLOPs of training on the step's trajectories (wire/models/flops.py), as if none shared a
+         prompt
     R    ranks; t, p, c, e of them along tensor, pipeline, context and expert parallelism
     d    copies of a rank's weights, whose gradients are summed (d' of experts')
     m    microbatches of a replica in one update; v chunks of layers on a stage
@@ -39,6 +40,7 @@ class Work:
 
     trajectories: int
     mean_tokens: float  # mean of prompt and response
+    mean_prompt: float = 0.0  # mean of the prompt, whose tokens do not meet the output layer
     frozen: int = 0  # frozen policies that also read each trajectory
     has_critic: bool = False
 
@@ -95,7 +97,8 @@ def step_figures(
     replicas = sizes.replicas(ranks)
     passes = passes_of(hf, settings, frozen=work.frozen, has_critic=work.has_critic)
     times = passes.in_trainings
-    flops = work.trajectories * SequenceCost.of(hf, settings.adapters).flops(work.mean_tokens)
+    cost = SequenceCost.of(hf, settings.adapters)
+    flops = work.trajectories * (cost.flops(work.mean_tokens) - cost.output * work.mean_prompt)
     layers = stage_layers(hf, learner)
     most = max(sum(layers[stage :: sizes.pipeline]) for stage in range(sizes.pipeline))
     uneven = most * sizes.pipeline / hf.num_hidden_layers

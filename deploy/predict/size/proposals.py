@@ -79,6 +79,7 @@ class PlanRequest:
         return Work(
             trajectories=run.groups_per_step * run.group_size,
             mean_tokens=self.prompt_tokens + self.response_tokens,
+            mean_prompt=self.prompt_tokens,
             frozen=len(self.frozen),
             has_critic=self.has_critic,
         )

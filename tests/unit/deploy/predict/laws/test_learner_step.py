@@ -28,6 +28,12 @@ def test_compute_is_flops_over_a_share_of_the_peak():
     assert {"bubbles", "tensor parallelism", "expert parallelism"}.isdisjoint(found)
 
 
+def test_tokens_of_prompts_do_not_meet_the_output_layer():
+    work = Work(trajectories=256, mean_tokens=2000, mean_prompt=500)
+    saved = 256 * 500 * 6 * QWEN.hidden_size * QWEN.vocab_size
+    assert seconds(work, ranks=8)["compute"] == pytest.approx((FLOPS - saved) / (8 * 0.4 * 989e12))
+
+
 def test_recomputing_all_layers_is_another_forward_pass():
     full = seconds(ranks=8, recompute="full")["compute"]
     assert full == pytest.approx(4 / 3 * seconds(ranks=8)["compute"])
