@@ -19,7 +19,7 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
-from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.policy import random_outcomes, train_siblings, whole_plan
 
 ADAPTERS = "qwen3 with adapters"
 
@@ -31,8 +31,9 @@ def main(models: Path, file: Path, dtype: str) -> None:
     from slipstream.learner.starting_policy import build_policy
 
     topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60.0)
-    sequences = train_sequences()
-    batch, plan = pack(sequences, device.device()), whole_plan(sequences)
+    sequences = train_siblings()
+    batch = pack(sequences, device.device(), shares_prompts=True)
+    plan = whole_plan(sequences)
     found: dict[str, dict[str, object]] = {}
     for name in [*sorted(path.name for path in models.iterdir()), ADAPTERS]:
         settings = settings_of(models / name.split()[0], dtype, {})

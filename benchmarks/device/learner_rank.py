@@ -32,7 +32,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
 from tests.support.ranks.host_reads import counting
-from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.policy import random_outcomes, train_siblings, whole_plan
 from tests.support.ranks.sequence_parallel import ALGO
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def main(model: Path, work: Path, dtype: str, other: Path | None) -> None:
         (work / "report.json").write_text(json.dumps(report))
         destroy_topology()
         return
-    sequences = train_sequences()
-    sequences += sequences[3:4]  # the longest prompt, which is computed once
+    sequences = train_siblings()
     batch = pack(sequences, device.device(), shares_prompts=True)
     plan = whole_plan(sequences)
     for name, algo in _ALGORITHMS.items():

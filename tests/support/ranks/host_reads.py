@@ -21,7 +21,7 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.wire.process.phases import PhaseClock
-from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences, whole_plan
+from tests.support.ranks.policy import algorithms, random_outcomes, train_siblings, whole_plan
 from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
@@ -168,8 +168,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     from slipstream.learner.training.optimizer import gradient_norm
 
     check_fused_kernels()
-    some = train_sequences()
-    some += some[3:4]  # the longest prompt, again
+    some = train_siblings()
     replicas = topology.data_parallel
     batch = pack(some, device.device(), shares_prompts=True)
     assert batch.shared is not None

@@ -77,6 +77,11 @@ def train_sequences() -> list[TrainTrajectory]:
     return result
 
 
+def train_siblings() -> list[TrainTrajectory]:
+    """Return ``train_sequences``, that with the longest prompt twice: it can be computed once."""
+    return [*train_sequences(), train_sequences()[3]]
+
+
 def few_kept(
     token_ids: "np.typing.NDArray[np.int32]", mask: "np.typing.NDArray[np.bool_]"
 ) -> KeptTokens:
