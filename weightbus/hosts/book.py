@@ -105,6 +105,7 @@ class HostBook:
     def begin(self, start: StartNode) -> None:
         """Tell every node from now on to start its ranks; a node that ends then ends the others."""
         self._start = start
+        self.turned_away.clear()  # all nodes are there without these
 
     def finish(self, end: EndNode) -> None:
         """Tell every node from now on to end."""

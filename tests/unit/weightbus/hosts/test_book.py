@@ -90,6 +90,7 @@ def test_a_refusal_that_ends_the_start_is_remembered_until_it_was_heard():
     assert nodes.book.turned_away == {"a": 1}
     nodes.leave(1, "a", "refused")
     assert nodes.book.turned_away == {}
+    nodes.come(1, "a", others)
     nodes.begin()
     assert isinstance(nodes.come(1, "late", others), FollowerRefused)
     assert nodes.book.turned_away == {}, "the run's end does not wait for it"
