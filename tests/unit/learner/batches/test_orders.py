@@ -1,6 +1,5 @@
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -15,6 +14,7 @@ from slipstream.learner.batches.orders import (
 from slipstream.learner.config import LearnerSection
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
 from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.settings.sections import RoutingReplay
 from tests.support.delivered_groups import groups
 from tests.support.learner_settings import learner_settings_of
 
@@ -22,7 +22,7 @@ from tests.support.learner_settings import learner_settings_of
 def order(**settings: int) -> StepPlan:
     batch = BatchDelivered(step=5, groups=tuple(groups()))
     learner = LearnerSection(**settings)
-    of_run = msgspec.structs.replace(learner_settings_of(Path(), ""), learner=learner)
+    of_run = replace(learner_settings_of(Path(), ""), learner=learner)
     return plan_batch(batch, of_run, cost=SequenceCost())
 
 
@@ -45,6 +45,23 @@ def test_replicas_want_payloads_that_no_other_wants_and_all_of_them_together():
 
 def test_ranks_that_share_a_replica_are_not_replicas():
     assert len(order(ranks=2, tensor_parallel=2).plans[0].microbatches) == 1
+
+
+@pytest.mark.parametrize(
+    ("learner", "replay", "shares"),
+    [
+        (LearnerSection(), "off", True),
+        (LearnerSection(tensor_parallel=2, ranks=2), "R2", True),
+        (LearnerSection(context_parallel=2, ranks=2), "off", False),
+        (LearnerSection(), "R3", False),
+    ],
+)
+def test_prompts_are_shared_where_a_rank_has_whole_sequences_and_chooses_experts(
+    learner: LearnerSection, replay: RoutingReplay, shares: bool
+):
+    settings = learner_settings_of(Path(), "")
+    run = replace(settings.run, routing_replay=replay)
+    assert replace(settings, run=run, learner=learner).shares_prompts == shares
 
 
 def test_flops_of_a_microbatch_count_a_shared_prompt_once():
