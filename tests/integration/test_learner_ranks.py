@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from slipstream.learner.batches.orders import num_flops
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
 from slipstream.wire.messages.broker import (
@@ -196,8 +197,8 @@ def test_a_commit_says_how_fast_its_step_was_and_what_it_waited_for(learning: Le
             for name, seconds in figures.items()
             if name.startswith(PHASE_TIME)
         }
-        step_s, cost = sum(phase_s.values()), SequenceCost.of(hf)
-        flops = sum(cost.flops_within((0, h.num_tokens), h.num_response_tokens) for h in headers)
+        step_s = sum(phase_s.values())
+        flops = num_flops(headers, SequenceCost.of(hf), shares_prompts=True)  # one microbatch
         expected = {
             "tokens_per_s": sum(h.num_tokens for h in headers) / step_s,
             "trained_tokens_per_s": sum(h.num_response_tokens for h in headers) / step_s,

@@ -97,8 +97,10 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.starting_policy import build_policy
+    from slipstream.wire.models.hf_config import load_hf_config
 
-    settings = settings_of(folder, learner, ALGO, replay="R2")
+    has_experts = load_hf_config(folder).num_routed_experts > 0
+    settings = settings_of(folder, learner, ALGO, replay="R2" if has_experts else "off")
     algorithm, everything = algorithm_of(settings), siblings()
     report: dict[str, object] = {}
     for shares_prompts in (False, True):
