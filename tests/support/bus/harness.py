@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -135,6 +136,15 @@ class WeightBus:
         line = self.learner.stdout.readline().strip()
         assert line, (self.folder / "learner.log").read_text()[-3000:]
         return line
+
+    def learner_ends(self) -> int:
+        """Return the learner's exit code; if it hangs, the error has where each thread is."""
+        try:
+            return self.learner.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            self.learner.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)  # in which it writes
+            raise AssertionError((self.folder / "learner.log").read_text()[-6000:]) from None
 
     def kill_learner(self) -> None:
         self.learner.kill()

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=1, help="hosts, each with a relay")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     start_logging("learner")
     sizes = {"count": arguments.count, "size": arguments.size}
     sizes_of = random_tensors(seed=0, **sizes)
