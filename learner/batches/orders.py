@@ -99,7 +99,9 @@ def plan_batch(batch: BatchDelivered, settings: LearnerSettings, *, cost: Sequen
         coupled=learner.sizes.couples_replicas,
         multiple_of=learner.sizes.microbatch_multiple,
         stages=learner.pipeline_parallel,
-        prompts=[PromptCost(h.group_id, cost.of_context(h.num_prompt_tokens)) for h in headers]
+        prompts=[
+            PromptCost(h.group_id, cost.flops_within((0, h.num_prompt_tokens), 0)) for h in headers
+        ]
         if settings.shares_prompts
         else (),
     )
@@ -125,7 +127,10 @@ def num_flops(
     counts = Counter(header.group_id for header in headers)
     saved = sum((counts[group] - 1) * length for group, length in prompts.items())
     if shares_prompts and is_worth_sharing(saved, sum(header.num_tokens for header in headers)):
-        total -= sum((counts[g] - 1) * cost.of_context(length) for g, length in prompts.items())
+        total -= sum(
+            (counts[group] - 1) * cost.flops_within((0, length), 0)
+            for group, length in prompts.items()
+        )
     return total
 
 

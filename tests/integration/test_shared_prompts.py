@@ -34,7 +34,7 @@ def test_a_step_is_the_same_with_prompts_computed_once(
     outputs(start_ranks(PROGRAM, model, tmp_path / "work", ranks, **layout))
     for report in reports(tmp_path / "work", ranks):
         again, once = report["False"], report["True"]
-        divided = layout.get("tensor_parallel", 1)  # with padding, over ranks
+        divided = layout.get("tensor_parallel", 1)  # ranks that share the rows and their padding
         assert once["rows"] == -(-(NUM_TOKENS - NUM_SAVED) // divided)
         assert again["rows"] == -(-NUM_TOKENS // divided)
         for what in ("logprobs", "entropy", "reference", "trained", "values"):

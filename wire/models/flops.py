@@ -103,10 +103,6 @@ class SequenceCost:
         whole = sum(self.flops(end - start) for start, end in pairwise(bounds))
         return whole - self.output * (bounds[-1] - bounds[0] - num_trained)
 
-    def of_context(self, num_tokens: int) -> float:
-        """Return the FLOPs of the first tokens of a sequence, none of them trained."""
-        return self.flops(num_tokens) - self.output * num_tokens
-
     def flops(self, num_tokens: float) -> float:
         """Return the operations of one sequence; of a mean length, those of equal sequences."""
         return (self.linear + self.quadratic * num_tokens) * num_tokens

@@ -29,7 +29,7 @@ from tests.support.tiny_models import write_tiny_model
 _VOCABULARY = 700  # no multiple of a block
 _MICROBATCHES = ((0, 1, 2, 3), (4, 5, 6, 7))  # of sequences
 _TOKENS = 40  # of a microbatch
-_CHOSEN = 24  # of these; the output layer meets no other states
+_CHOSEN = 24  # number of chosen tokens, whose states alone meet the output layer
 
 
 def _group(counter: MovedBytes) -> None:

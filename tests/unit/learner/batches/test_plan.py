@@ -274,8 +274,8 @@ def test_with_prompts_each_trajectory_is_trained_once(request: Request, size: in
     assert [i for plan in plans for i in sorted(plan.members)] == list(range(len(lengths)))
     for plan, alone in zip(plans, plan_step(lengths, work, **named), strict=True):
         assert sorted(plan.members) == sorted(alone.members)
-        for one in (one for share in plan.microbatches for one in share):
-            total = sum(lengths[i] for i in one)
-            assert total <= request["max_tokens"] or len(one) == 1
+        for microbatch in (indices for share in plan.microbatches for indices in share):
+            total = sum(lengths[i] for i in microbatch)
+            assert total <= request["max_tokens"] or len(microbatch) == 1
         if request["coupled"]:
             assert len({len(share) for share in plan.microbatches}) == 1

@@ -98,6 +98,6 @@ def test_a_rank_without_a_chosen_token_gives_every_weight_a_gradient_of_zero():
     found = token_logprobs(Share(batch, TokenSplit(3, 3), hidden), OutputLayer(weight=weight))
     assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 3
     (found.logprobs + found.entropy).sum().backward()
-    for given in (hidden, weight):
-        assert given.grad is not None
-        assert not given.grad.any()
+    for leaf in (hidden, weight):
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
