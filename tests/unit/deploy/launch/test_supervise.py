@@ -316,10 +316,10 @@ def test_stop_asks_first_and_kills_processes_that_ignore_it(
 
     time = StandsStill(until=has_left)
     supervisor = make_supervisor(tmp_path, time)
-    wait_for_ever = "print('up', flush=True); import signal\nwhile True: signal.pause()"
-    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {wait_for_ever}"
-    leave = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
-    polite = f"{leave}; {wait_for_ever}"
+    up = "print('up', flush=True)"
+    mask = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    deaf = f"{mask}; {up}; signal.pause()"
+    polite = f"{mask}; {up}; signal.sigwait([signal.SIGTERM])"
     codes = {}
     for name, code in (("deaf", deaf), ("polite", polite)):
         supervisor.start(plan(code, name=name))
