@@ -228,14 +228,24 @@ def is_of_ray(program: str) -> bool:
     return program.startswith(names) or is_worker or " run --config" in program
 
 
+def words_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 def left_on(host: Host) -> list[str]:
     found = []
     for pid in pids_on(host):
         with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            words = words_of(pid)
             if "slipstream" in words or "_RayRoleHost" in words:
                 found.append(words)
     return found
+
+
+def niceness_of_roles(host: Host) -> set[int]:
+    """Return the niceness of the main threads of what our modules run on a host."""
+    pids = [pid for pid in pids_on(host) if " -m slipstream." in words_of(pid)]
+    return {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
 
 
 @pytest.fixture
@@ -314,6 +324,7 @@ def test_generators_come_and_go_and_a_lost_node_is_replaced(run_on: Callable[...
     head = run.hosts[0]
     run.wait_until(lambda: "adopted v1.0" in run.log("generator-0"), "generator")
 
+    assert set.union(*map(niceness_of_roles, run.hosts)) == {os.getpriority(os.PRIO_PROCESS, 0)}
     head.run("slipstream scale runs/tiny generators=2")
     run.wait_until(lambda: "adopted v1.0" in run.log("generator-1"), "second generator")
     run.gate.touch()

@@ -4,6 +4,7 @@ The only module that imports ray. Errors of Ray are raised as those of this modu
 """
 
 import logging
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slipstream.deploy.launch.cluster.pools import Pool
 from slipstream.deploy.launch.cluster.ray_token import require_token
-from slipstream.deploy.launch.cluster.role_host import RoleHost
+from slipstream.deploy.launch.cluster.role_host import RoleHost, take_niceness
 from slipstream.deploy.targets import RayTable
 from slipstream.wire.errors import ConfigError, SlipstreamError
 
@@ -54,9 +55,10 @@ class HostUnreachableError(HostLostError):
 
 
 class _RayRoleHost(RoleHost):
-    """A role host that knows its node."""
+    """A role host that knows its node, and has the niceness of Ray in place of a worker's 15."""
 
     def __init__(self) -> None:
+        take_niceness(os.getppid())
         super().__init__()
         self.node = str(ray.get_runtime_context().get_node_id())
 

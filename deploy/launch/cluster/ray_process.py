@@ -38,6 +38,7 @@ class PlacedHost:
     node: str
     address: str
     hostname: str
+    niceness: int = 0
     log_offset: int = 0  # bytes of its role's log that were fetched
 
     @property

@@ -214,7 +214,8 @@ class RayPlaces:
         except HostCallError as error:
             raise ConfigError(f"{name} cannot be placed: {error}") from error
         facts = msgspec.json.decode(answer, type=HostFacts)
-        host = PlacedHost(actor, facts.node, ray_calls.address_of(facts.node), facts.hostname)
+        address = ray_calls.address_of(facts.node)
+        host = PlacedHost(actor, facts.node, address, facts.hostname, facts.niceness)
         if not facts.sees and kind_of(name) in {"broker", "learner"}:
             raise ConfigError(
                 f"{host.where}, the node of the {name}, does not see "
@@ -264,6 +265,12 @@ class RaySite:
         self.run = watched.run
         for name, host in hosts.items():
             self._places.console.print(f"{name} is on {host.where}")
+        if any(host.niceness > 0 for host in hosts.values()):
+            _log.warning(
+                "the roles yield to other processes of their nodes (niceness %d): start Ray with "
+                "RAY_worker_niceness=0",
+                max(host.niceness for host in hosts.values()),
+            )
         return plans
 
     def start(self, plan: RolePlan, arguments: Sequence[str], log_file: Path) -> RayProcess:

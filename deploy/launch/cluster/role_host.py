@@ -5,6 +5,7 @@ bytes of the structs below, in JSON, so no object of ours is ever unpickled.
 """
 
 import ctypes
+import os
 import secrets
 import shutil
 import signal
@@ -43,6 +44,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     hostname: str
     sees: bool  # True if the host sees the file in question
     node: str  # id in the cluster; empty without one
+    niceness: int  # niceness of its role; above 0 other processes of the host come first
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,14 @@ class RoleState(msgspec.Struct, frozen=True, kw_only=True):
     words: str  # last line of the role
     signs: Signs
     sockets: tuple[str, ...]  # names in its folder of sockets
+
+
+def take_niceness(pid: int) -> None:
+    """Give this process the niceness of another one, where it may: only root lowers it."""
+    niceness = os.getpriority(os.PRIO_PROCESS, pid)
+    for thread in psutil.Process().threads():  # each has its own; those to come inherit
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.id, niceness)
 
 
 class RoleHost:
@@ -86,7 +96,8 @@ class RoleHost:
     def facts(self, path: str) -> bytes:
         """Return HostFacts; ``path`` is the file in question."""
         sees = Path(path).is_file()
-        return msgspec.json.encode(HostFacts(socket.gethostname(), sees, self.node))
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        return msgspec.json.encode(HostFacts(socket.gethostname(), sees, self.node, niceness))
 
     def free_port(self, address: str, count: int) -> int:
         """Return the first of ``count`` neighboring ports that are free on an address now.

@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +181,30 @@ def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHos
     assert not msgspec.json.decode(host.facts(str(tmp_path / "no")), type=HostFacts).sees
     (tmp_path / "yes").touch()
     assert msgspec.json.decode(host.facts(str(tmp_path / "yes")), type=HostFacts).sees
+
+
+TAKES_NICENESS = """
+import os, threading
+from slipstream.deploy.launch.cluster.role_host import take_niceness
+os.nice(3)
+has_taken = threading.Event()
+def show():
+    has_taken.wait()
+    print(os.getpriority(os.PRIO_PROCESS, 0))
+before = threading.Thread(target=show)
+before.start()
+take_niceness(os.getppid())
+after = threading.Thread(target=show)
+after.start()
+has_taken.set()
+"""
+
+
+def test_the_threads_of_a_host_take_the_niceness_of_its_parent_where_they_may():
+    """Workers of Ray have niceness 15; beside others that compute, a role of theirs starves."""
+    done = subprocess.run([sys.executable, "-c", TAKES_NICENESS], capture_output=True, check=True)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert list(map(int, done.stdout.split())) == [mine + 3 * (os.geteuid() != 0)] * 2
 
 
 def test_keys_are_authorized_and_their_secrets_are_in_no_file(host: RoleHost, tmp_path: Path):
