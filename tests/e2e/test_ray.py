@@ -5,6 +5,7 @@ Ray is started as docs/clusters.md says, with token authentication.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -228,24 +229,26 @@ def is_of_ray(program: str) -> bool:
     return program.startswith(names) or is_worker or " run --config" in program
 
 
-def words_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-
-
-def left_on(host: Host) -> list[str]:
-    found = []
+def programs_on(host: Host) -> dict[str, int]:
+    """Return the niceness of each program on a host; processes end meanwhile."""
+    found = {}
     for pid in pids_on(host):
         with suppress(OSError):
-            words = words_of(pid)
-            if "slipstream" in words or "_RayRoleHost" in words:
-                found.append(words)
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            found[words] = os.getpriority(os.PRIO_PROCESS, pid)
     return found
 
 
+def left_on(host: Host) -> list[str]:
+    return [one for one in programs_on(host) if "slipstream" in one or "_RayRoleHost" in one]
+
+
 def niceness_of_roles(host: Host) -> set[int]:
-    """Return the niceness of the main threads of what our modules run on a host."""
-    pids = [pid for pid in pids_on(host) if " -m slipstream." in words_of(pid)]
-    return {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+    """Return the niceness of what our roles run; what advises about a run is nice itself."""
+    found = programs_on(host).items()
+    return {
+        niceness for words, niceness in found if re.search(r" -m slipstream\.(?!deploy)", words)
+    }
 
 
 @pytest.fixture

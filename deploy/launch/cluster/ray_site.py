@@ -265,11 +265,11 @@ class RaySite:
         self.run = watched.run
         for name, host in hosts.items():
             self._places.console.print(f"{name} is on {host.where}")
-        if any(host.niceness > 0 for host in hosts.values()):
+        if (niceness := max(host.niceness for host in hosts.values())) > 0:
             _log.warning(
                 "the roles yield to other processes of their nodes (niceness %d): start Ray with "
                 "RAY_worker_niceness=0",
-                max(host.niceness for host in hosts.values()),
+                niceness,
             )
         return plans
 

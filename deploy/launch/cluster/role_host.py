@@ -66,7 +66,7 @@ class RoleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take_niceness(pid: int) -> None:
-    """Give this process the niceness of another one, where it may: only root lowers it."""
+    """Give this process the niceness of another one, where it may: lowering takes CAP_SYS_NICE."""
     niceness = os.getpriority(os.PRIO_PROCESS, pid)
     for thread in psutil.Process().threads():  # each has its own; those to come inherit
         with suppress(OSError):
