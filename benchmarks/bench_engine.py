@@ -163,6 +163,7 @@ def measure(case: Case, work: Path, rounds: int) -> dict[str, list[Turn]]:
             },
             "generators": {
                 "device": "cpu",
+                "dtype": "float32" if case.hidden else "bfloat16",
                 "max_sequences": case.sequences,
                 "max_cached_tokens": 2 * case.sequences * longest,
             },

@@ -5,8 +5,9 @@ clipping of 0.2, advantages divided by the deviation of the group (plus 1e-6, TR
 one update a step by AdamW (0.9, 0.95) at a constant rate without weight decay, gradients clipped to
 1, and answer held-out prompts greedily at intervals; the reward of the settings scores all answers.
 Our answers are as stale as the settings let them, TRL's never. Weights of TRL are
-float32, since it rounds most updates of bfloat16 away; ours are of the folder's type, with float32
-copies in the optimizer. Seconds count from the launch of the command. Our evaluations are in them,
+float32, since it rounds most updates of bfloat16 away, its products too or, by autocast (bf16), in
+bfloat16; ours are of the folder's type where the CPU multiplies it, with float32 copies in the
+optimizer. Seconds count from the launch of the command. Our evaluations are in them,
 where the engine answers beside training; what TRL's take, in padded batches, is left out and
 recorded. TRL runs in the ways of vs_trl, and the best one is the baseline. The control is ours with
 a learning rate of 0, for one seed.
@@ -20,6 +21,7 @@ usage: python -m benchmarks.learning_vs_trl --path DIR [--minutes 90] [--tiny]
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -34,7 +36,7 @@ import msgspec
 from benchmarks.bars import Bars, NotRun
 from benchmarks.parts import Run, absent, changed, ended, read, run_part, turns
 from benchmarks.pictures import Panel
-from benchmarks.recording import RECORDED
+from benchmarks.recording import RECORDED, multiplies_bfloat16
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
 from benchmarks.vs_trl import OURS, WAYS, Way, missing_smollm2, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
@@ -45,7 +47,8 @@ from slipstream.wire.settings.sections import EvalSection
 
 GAIN = 0.2
 CONTROL = "slipstream-lr0"
-SYSTEMS = (OURS, CONTROL, *(way.name for way in WAYS))
+_WAYS = (*WAYS, Way(continuous=False, threads=2, autocast=True))
+SYSTEMS = (OURS, CONTROL, *(way.name for way in _WAYS))
 SEEDS = 3
 _NEEDS = 0.8  # share of TRL's seconds
 _FLAT = 0.02  # between evaluations of the control
@@ -132,7 +135,7 @@ def learning_bars(runs: Runs, bars: Bars) -> None:
 def trl_bars(runs: Runs, bars: Bars) -> list[str]:
     """Print the bars against TRL; return what they would be with its evaluations counted."""
     done, notes = ended(runs), []
-    ours, names = done.get(OURS, {}), [way.name for way in WAYS if way.name in done]
+    ours, names = done.get(OURS, {}), [way.name for way in _WAYS if way.name in done]
     for figure in ("wall_s", "cpu_s"):
         values = {name: ratio(ours, done[name], figure) for name in names}
         known = {name: value for name, value in values.items() if isinstance(value, float)}
@@ -220,6 +223,9 @@ class Task:
             (folder / "model").symlink_to(ROOT / self.run["model"])
             write_gym(folder, self.config)
         (folder / "run.toml").write_text("")
+        given = json.loads((folder / "model" / "config.json").read_text()).get("dtype")
+        # A CPU without such products takes several times as long for them as for float32's.
+        self.dtype = given if given == "bfloat16" and multiplies_bfloat16() else "float32"
 
     def slipstream(self, seed: int, *, is_control: bool = False) -> list[Point]:
         settings = {
@@ -237,6 +243,8 @@ class Task:
             "eval.file": self.folder / "held_out.jsonl",
             "eval.every_steps": self.every,
             "deploy.time_limit_s": 100_000,
+            "generators.dtype": self.dtype,
+            "learner.dtype": self.dtype,
         }
         if is_control:
             settings["learner.lr"] = 0
@@ -257,6 +265,7 @@ class Task:
             "samples": samples,
             "microbatch": min(64, samples // 2),
             "dtype": "float32",
+            "autocast": way.autocast,
             "path": path,
             "reward": self.config["reward"],
             "seed": seed,
@@ -321,7 +330,7 @@ def _run_part(
     name: str, file: Path, systems: Sequence[str], arguments: argparse.Namespace, settings: str
 ) -> None:
     packages, jobs = arguments.path, jobs_of(systems, arguments.seeds)
-    ways = {way.name: way for way in WAYS}
+    ways = {way.name: way for way in _WAYS}
     with tempfile.TemporaryDirectory(prefix="learning-vs-trl-") as folder:
         task = Task(name, Path(folder) / name, steps=arguments.steps, every=arguments.every)
 

@@ -92,7 +92,7 @@ def _settings(job: dict[str, Any], folder: Path, end: int) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"),
         "use_cpu": True,
-        "bf16": False,
+        "bf16": job["autocast"],
         "max_steps": job["steps"],
         "seed": job["seed"],
         "learning_rate": job["lr"],

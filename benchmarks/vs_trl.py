@@ -94,10 +94,12 @@ class Way:
 
     continuous: bool  # batching of transformers; else padded batches
     threads: int
+    autocast: bool = False  # products in bfloat16, weights in float32
 
     @property
     def name(self) -> str:
-        return f"trl-{'continuous' if self.continuous else 'padded'}-{self.threads}"
+        name = f"trl-{'continuous' if self.continuous else 'padded'}-{self.threads}"
+        return f"{name}-bf16" if self.autocast else name
 
 
 WAYS = tuple(Way(continuous, threads) for continuous in (False, True) for threads in (1, 2))
@@ -242,8 +244,8 @@ def run_trl(
 ) -> list[Reading]:
     """Do a run of TRL; return a reading per step. ``heard`` gets each line that it prints."""
     reward = {"function": f"{folder / 'reward.py'}:score"}
-    usual = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0, "reward": reward}
-    job = usual | dict(job)
+    usual = {"seed": 0, "lr": 0.0, "group_size": _GROUP_SIZE, "evaluate_every": 0}
+    job = usual | {"autocast": False, "reward": reward} | dict(job)
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     environment = {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     return run_command(command, environment, heard)
@@ -299,6 +301,7 @@ def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list
         "generators.max_cached_tokens": sequences * (most // 2 + 64),
         "generators.siblings_together": "true" if lengths == _FIXED else "false",
     }
+    settings |= {"generators.dtype": policy.dtype, "learner.dtype": policy.dtype}
     return run_slipstream(folder, f"{lengths}-{repeat}", settings | dict(policy.settings))
 
 

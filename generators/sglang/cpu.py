@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
+_LOGITS = "sglang.srt.layers.logits_processor"
+_BLOCK = 1024  # tokens of the vocabulary whose weights are widened at once, into the cache
 _PADDING = 2  # limit of a batch of attention: computed cells per needed cell
 
 
@@ -191,6 +193,38 @@ def extend_without_prefix_queries() -> None:
     backend._run_sdpa_forward_extend = extend
 
 
+def widen_output_layer_by_blocks() -> None:
+    """Compute logits in float32 without a float32 copy of the whole output layer.
+
+    SGLang widens all of its weights at every step, which takes several times the product itself.
+    Import SGLang's modules first.
+    """
+    module = importlib.import_module(_LOGITS)
+    compute = module.LogitsProcessor._compute_lm_head
+
+    def compute_lm_head(
+        self: Any,  # noqa: ANN401
+        hidden_states: Tensor,  # [T, H]
+        lm_head: torch.nn.Module,
+        embedding_bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        weight = getattr(lm_head, "weight", None)  # [V, H]
+        if (
+            not self.use_fp32_lm_head
+            or not isinstance(weight, Tensor)
+            or weight.dtype == torch.float32
+            or hasattr(lm_head, "set_lora")
+            or module.should_apply_lm_head_quant_method(lm_head, lm_head.quant_method)
+        ):
+            logits: Tensor = compute(self, hidden_states, lm_head, embedding_bias, out=out)
+            return logits
+        return _widened_product(hidden_states.float(), weight)
+
+    module.LogitsProcessor._compute_lm_head = compute_lm_head
+
+
 def allocate_without_cuda() -> None:
     """Allocate host memory without CUDA on a CPU; returning the chosen experts needs such memory.
 
@@ -204,6 +238,20 @@ def allocate_without_cuda() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _widened_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return ``hidden @ weight.float().T``, [T, V], the same bits.
+
+    Args:
+        hidden: Hidden states in float32, [T, H].
+        weight: Weights of the output layer, [V, H].
+    """
+    product = hidden.new_empty(len(hidden), len(weight))
+    for first in range(0, len(weight), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        product[:, block] = hidden @ weight[block].float().T
+    return product
 
 
 def _attended(

@@ -63,6 +63,7 @@ def main() -> None:
     if on_cpu:
         cpu.batch_decode_attention()
         cpu.extend_without_prefix_queries()
+        cpu.widen_output_layer_by_blocks()
         cpu.allocate_without_cuda()
         if flags.get("enable_lora"):
             cpu.without_pinned_memory()

@@ -1,11 +1,11 @@
-"""Parts of SGLang as we have them: groups with the manners of NCCL, several ranks, attention."""
+"""Parts of SGLang as we have them: groups with the manners of NCCL, ranks, products on a CPU."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.integration.engine_attention import CASES
+from tests.integration.engine_on_cpu import CASES, LOGITS
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -35,8 +35,9 @@ def test_an_engine_answers_for_all_of_its_ranks(tmp_path: Path):
     assert first[2] == [False, "no route"]
 
 
-def test_new_tokens_see_on_a_cpu_what_sglang_lets_them_see(tmp_path: Path):
-    (printed,) = outputs([start(tmp_path, "integration.engine_attention")])
+def test_a_cpu_computes_what_sglang_computes(tmp_path: Path):
+    (printed,) = outputs([start(tmp_path, "integration.engine_on_cpu")])
     found = json.loads(printed)
-    assert {name.rsplit(" ", 1)[0] for name in found} == set(CASES)
+    assert {name.rsplit(" ", 1)[0] for name in found} == {*CASES, *LOGITS}
     assert all(value < 1e-5 for value in found.values()), found  # NaN fails too
+    assert found["widened logits 0"] == 0

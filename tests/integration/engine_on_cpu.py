@@ -1,14 +1,24 @@
-"""Print how far our attention on a CPU is from SGLang's: {case: largest difference} as JSON."""
+"""Print how far our attention and logits on a CPU are from SGLang's.
+
+As JSON: {case: largest difference}.
+"""
 
 import itertools
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 
 from slipstream.generators.sglang import cpu
 
+VOCABULARY = 2500  # tokens; no multiple of a block
+LOGITS = {  # types of the output layer, and whether logits are in float32
+    "widened logits": (torch.bfloat16, True),
+    "float32 logits": (torch.float32, True),
+    "rounded logits": (torch.bfloat16, False),
+}
 SLOTS, HEADS, KEY_HEADS, SIZE = 400, 4, 2, 8
 # tokens that are cached and new ones, of each sequence of a batch
 CASES = {
@@ -26,8 +36,11 @@ def main() -> None:
         from sglang.srt.layers.attention.torch_native_backend import (
             TorchNativeAttnBackend as Native,
         )
+        from sglang.srt.layers.logits_processor import LogitsProcessor
     theirs = Native._run_sdpa_forward_extend
+    their_logits = LogitsProcessor._compute_lm_head
     cpu.extend_without_prefix_queries()
+    cpu.widen_output_layer_by_blocks()
     random = torch.Generator().manual_seed(7)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -60,7 +73,22 @@ def main() -> None:
         ]
         return float((found[0] - found[1]).abs().max())
 
-    printed = {}
+    def logits_difference(dtype: torch.dtype, *, in_float32: bool) -> float:
+        processor = LogitsProcessor.__new__(LogitsProcessor)
+        torch.nn.Module.__init__(processor)
+        processor.use_fp32_lm_head, processor.use_fp32_lm_head_output = in_float32, False
+        processor.rl_on_policy_target = None
+        layer = SimpleNamespace(weight=tensor(VOCABULARY, SIZE).to(dtype), quant_method=None)
+        given = processor, tensor(3, SIZE).to(dtype), layer
+        wanted, found = their_logits(*given), LogitsProcessor._compute_lm_head(*given)
+        if found.dtype != wanted.dtype:
+            return float("nan")
+        return float((found - wanted).abs().max())
+
+    printed = {
+        f"{name} 0": logits_difference(dtype, in_float32=in_float32)
+        for name, (dtype, in_float32) in LOGITS.items()
+    }
     for name, pairs in CASES.items():
         for number, order in enumerate(itertools.islice(itertools.permutations(pairs), 3)):
             printed[f"{name} {number}"] = difference(*map(list, zip(*order, strict=True)))
