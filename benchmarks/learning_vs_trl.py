@@ -4,13 +4,11 @@ Both sample at temperature 1 from all tokens and train with DAPO's reduction (me
 clipping of 0.2, advantages divided by the deviation of the group (plus 1e-6, TRL's 1e-4), no KL,
 one update a step by AdamW (0.9, 0.95) at a constant rate without weight decay, gradients clipped to
 1, and answer held-out prompts greedily at intervals; the reward of the settings scores all answers.
-Our answers are as stale as the settings let them, TRL's never. Weights of TRL are
-float32, since it rounds most updates of bfloat16 away, its products too or, by autocast (bf16), in
-bfloat16; ours are of the folder's type where the CPU multiplies it, with float32 copies in the
-optimizer. Seconds count from the launch of the command. Our evaluations are in them,
-where the engine answers beside training; what TRL's take, in padded batches, is left out and
-recorded. TRL runs in the ways of vs_trl, and the best one is the baseline. The control is ours with
-a learning rate of 0, for one seed.
+Our answers are as stale as the settings let them, TRL's never. Weights are float32 on both sides:
+bfloat16 rounds most updates away. Seconds count from the launch of the command. Our evaluations are
+in them, where the engine answers beside training; what TRL's take, in padded batches, is left out
+and recorded. TRL runs in the ways of vs_trl, and with products in bfloat16 (autocast), and the best
+way is the baseline. The control is ours with a learning rate of 0, for one seed.
 
 A run that a part had no time to end is a line without points, made again by the next part. A pair
 is a seed that both ended. The other seeds are named and are in no figure.
@@ -21,7 +19,6 @@ usage: python -m benchmarks.learning_vs_trl --path DIR [--minutes 90] [--tiny]
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -36,7 +33,7 @@ import msgspec
 from benchmarks.bars import Bars, NotRun
 from benchmarks.parts import Run, absent, changed, ended, read, run_part, turns
 from benchmarks.pictures import Panel
-from benchmarks.recording import RECORDED, multiplies_bfloat16
+from benchmarks.recording import RECORDED
 from benchmarks.run_measurement import ROOT, Reading, run_slipstream, summary_of, toml
 from benchmarks.vs_trl import OURS, WAYS, Way, missing_smollm2, missing_trl, run_trl
 from benchmarks.weightbus.figures import table
@@ -223,9 +220,6 @@ class Task:
             (folder / "model").symlink_to(ROOT / self.run["model"])
             write_gym(folder, self.config)
         (folder / "run.toml").write_text("")
-        given = json.loads((folder / "model" / "config.json").read_text()).get("dtype")
-        # A CPU without such products takes several times as long for them as for float32's.
-        self.dtype = given if given == "bfloat16" and multiplies_bfloat16() else "float32"
 
     def slipstream(self, seed: int, *, is_control: bool = False) -> list[Point]:
         settings = {
@@ -243,8 +237,6 @@ class Task:
             "eval.file": self.folder / "held_out.jsonl",
             "eval.every_steps": self.every,
             "deploy.time_limit_s": 100_000,
-            "generators.dtype": self.dtype,
-            "learner.dtype": self.dtype,
         }
         if is_control:
             settings["learner.lr"] = 0
