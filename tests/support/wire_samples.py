@@ -337,7 +337,7 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Pause(command_id=5),
     weightbus.LoadBucket(command_id=6, index=0, group_name="g"),
     weightbus.Adopt(command_id=7, version=VERSION),
-    weightbus.Adopt(command_id=12, version=VERSION, probe=PROBE),
+    weightbus.Adopt(command_id=12, version=VERSION, digest="00ff", probe=PROBE),
     weightbus.Verify(command_id=8, wants="checksums"),
     weightbus.Commit(command_id=9, version=VERSION, digest="0f"),
     weightbus.Commit(command_id=13, version=VERSION, digest="0f", probe=PROBE),

@@ -13,7 +13,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
-from slipstream.weightbus.version.engine_checksums import EngineLayout, check_same, digest_of
+from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of, refuse
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.bounds import shortened
@@ -125,7 +125,7 @@ class EngineUpdates:
         self._on_probe = on_probe
         self._manifest: WeightManifest | None = None  # the offered version
         self._received: Path | None = None
-        self._expected: Mapping[str, str] | None = None  # checksums of the received version
+        self._expected: Mapping[str, str] | None = None  # checksums that were computed here
         self._fetched_there = 0  # bytes of the last version that other hosts fetched
         self._engines: tuple[str, ...] = ()  # other engines that served the received version
         self._checksums: dict[str, str] = {}  # the engine's last answer
@@ -213,7 +213,7 @@ class EngineUpdates:
             await self._engine.close_group(group)
 
     async def _receive(self, command: ReceiveVersion, fetcher: BucketFetcher) -> CommandOutcome:
-        """Get a version; compute its expected checksums while the engine generates."""
+        """Get a version; compute its expected checksums if the relay cannot."""
         manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
@@ -258,16 +258,20 @@ class EngineUpdates:
     async def _adopt(self, command: Adopt) -> CommandOutcome:
         """Switch the engine to the received version, or record that it may hold a mixture.
 
+        The outcome has the engine's checksums if their digest is another than the relay's.
+
         Raises:
-            PublishError: it was not received, or the engine holds something else.
+            PublishError: it was not received, or the engine differs from what was computed here.
         """
         version, received, expected = command.version, self._received, self._expected
         if received is None or self._manifest is None or version != self._manifest.version:
             raise PublishError(f"{version.label} was not received")
-        digest = digest_of(expected) if expected is not None else ""
+        digest = command.digest or (digest_of(expected) if expected is not None else "")
         adoption = await self._swap(received, version, digest)
         if adoption.differing:
-            check_same(expected or {}, adoption.differing)
+            if expected is not None:
+                refuse(expected, adoption.differing)
+            return CommandOutcome(command_id=command.command_id, checksums=dict(adoption.differing))
         stood_s = sum(adoption.phase_seconds.values())
         self._generates(version, command.probe, stood_s)
         return CommandOutcome(

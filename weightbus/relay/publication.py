@@ -62,6 +62,11 @@ class Publication:
         return self.snapshot.version
 
     @property
+    def is_whole(self) -> bool:
+        """True if all tensors are in this relay's memory."""
+        return self.parts is None
+
+    @property
     def undigested(self) -> WeightManifest:
         """The manifest without digests."""
         return msgspec.structs.replace(self.snapshot.layout, version=self.version)

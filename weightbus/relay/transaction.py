@@ -20,7 +20,7 @@ from slipstream.weightbus.relay.transports.base import (
     each,
     slowest,
 )
-from slipstream.weightbus.version.engine_checksums import check_same, engine_layout_of
+from slipstream.weightbus.version.engine_checksums import engine_layout_of, refuse
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import (
@@ -100,7 +100,7 @@ class Transaction:
         manifest = publication.undigested
         if self._transport.needs_digests:
             manifest = await publication.manifest()
-        if self._transport.writes_live:  # begin now, not while engines are paused
+        if publication.is_whole:  # begin now, not while engines wait
             for member in [m for m in self._all if m.is_checked]:
                 publication.begin_checksums(engine_layout_of(member.join))
         times.lap("digest")
@@ -158,11 +158,21 @@ class Transaction:
         return (await each(self._state.members, work))[1]
 
     async def _adopt(self, member: Member) -> None:
-        publication = self._publication
+        publication, engine_layout = self._publication, engine_layout_of(member.join)
+        expected, digest = dict[str, str](), ""
+        if member.is_checked and publication.is_whole:
+            since_s = self._now()
+            expected = await publication.expected(engine_layout)
+            digest = publication.digest_expected(engine_layout)
+            slowest(self._within_adopt, {"expect": self._now() - since_s})
         outcome = await member.request(
-            lambda n: Adopt(command_id=n, version=publication.version, probe=publication.probe),
+            lambda n: Adopt(
+                command_id=n, version=publication.version, digest=digest, probe=publication.probe
+            ),
             timeout_s=self._transport.load_timeout_s,
         )
+        if outcome.checksums:
+            refuse(expected, outcome.checksums)
         self._num_in_flight[member.name] = outcome.num_in_flight
         if outcome.digest:
             self._digests[member.name] = outcome.digest
@@ -181,7 +191,7 @@ class Transaction:
         expected = await self._publication.expected(engine_layout)  # computed meanwhile
         if self._publication.digest_expected(engine_layout) != outcome.digest:
             asked = await member.request(lambda n: Verify(command_id=n, wants="checksums"))
-            check_same(expected, asked.checksums)
+            refuse(expected, asked.checksums)
         self._digests[member.name] = outcome.digest
 
     async def _commit(self, member: Member) -> None:
@@ -194,7 +204,7 @@ class Transaction:
             lambda n: Commit(command_id=n, version=version, digest=digest, probe=probe)
         )
         if outcome.checksums:
-            check_same(await self._publication.expected(engine_layout), outcome.checksums)
+            refuse(await self._publication.expected(engine_layout), outcome.checksums)
         if digest:
             self._digests[member.name] = digest
 

@@ -9,7 +9,7 @@ would be several times slower than the wire (generators/sglang/patches.py replac
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 import xxhash
@@ -130,14 +130,15 @@ def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str
     return sorted(name for name in names if expected.get(name) != found.get(name))
 
 
-def check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Check that an engine holds the expected tensors.
+def refuse(expected: Mapping[str, str], found: Mapping[str, str]) -> NoReturn:
+    """Refuse an engine whose checksums have another digest than the expected ones.
 
     Raises:
-        PublishError: tensors differ; the text names some.
+        PublishError: always; the text names some tensors that differ.
     """
-    if wrong := differing(expected, found):
-        raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
+    wrong = differing(expected, found)
+    what = f"{len(wrong)} tensors differ in the engine: {wrong[:3]}"
+    raise PublishError(what if wrong else "its digest differs, and none of its tensors")
 
 
 def digest_of(checksums: Mapping[str, str]) -> str:

@@ -152,7 +152,8 @@ class ReceiveVersion(BusMessage, frozen=True):
     command_id: Count
     manifest: WeightManifest
     path: Text = ""  # folder of the version; empty if it is to be fetched
-    is_checked: bool = True  # compute what the engine's checksums will be compared with
+    # Compute what the engine's checksums will be compared with: the relay lacks some tensors.
+    is_checked: bool = False
     # Addresses of the buckets, by part of the version; the next one is used if one fails.
     # Empty: all are at the relay that sends this.
     sources: Several[Several[BulkDoor]] = ()
@@ -176,7 +177,7 @@ class EncodedReceive(BusMessage, frozen=True, tag=ReceiveVersion.__name__.lower(
     command_id: Count
     manifest: msgspec.Raw
     path: Text = ""
-    is_checked: bool = True
+    is_checked: bool = False
     sources: Several[Several[BulkDoor]] = ()
     first_part: Count = 0
 
@@ -199,11 +200,13 @@ class Adopt(BusMessage, frozen=True):
     """Have the engine run the received version: pause, load, compare, label, generate again.
 
     The agent does all of it by itself. If it fails, the engine runs the version before, or stays
-    paused.
+    paused; so does an engine whose checksums have another digest: the outcome has the checksums.
     """
 
     command_id: Count
     version: PolicyVersion
+    # Digest of the expected checksums; empty compares with what is_checked computed, if anything.
+    digest: Name = ""
     probe: ProbeLogprobs | None = None  # what the engine is to compute from now on
 
 

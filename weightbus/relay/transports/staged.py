@@ -42,7 +42,7 @@ class Staged(Transport):
                     command_id=n,
                     manifest=manifest,
                     path=path,
-                    is_checked=member.is_checked,
+                    is_checked=member.is_checked and not publication.is_whole,
                     sources=sources,
                     first_part=member.first_part,
                 ),

@@ -13,7 +13,7 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.agent.updates import EngineUpdates, Order
 from slipstream.weightbus.version.disk import write_version
-from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
+from slipstream.weightbus.version.engine_checksums import differing, digest_of, expected_checksums
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
@@ -72,7 +72,7 @@ class Agent:
         return asyncio.run(self.updates.execute(command, fetcher))
 
     def receive(
-        self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = True
+        self, step: int, tensors: dict[str, Tensor], *, is_checked: bool = False
     ) -> CommandOutcome:
         sent = CopiedSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=50)
         manifest = sent.manifest()
@@ -83,12 +83,17 @@ class Agent:
             ReceiveVersion(command_id=2, manifest=manifest, path=str(folder), is_checked=is_checked)
         )
 
-    def adopt(self, step: int, probe: ProbeLogprobs | None = None) -> CommandOutcome:
-        return self.do(Adopt(command_id=3, version=PolicyVersion(1, step), probe=probe))
+    def adopt(
+        self, step: int, probe: ProbeLogprobs | None = None, *, expected: str = ""
+    ) -> CommandOutcome:
+        version = PolicyVersion(1, step)
+        return self.do(Adopt(command_id=3, version=version, digest=expected, probe=probe))
 
     def adopted(self, step: int, tensors: dict[str, Tensor]) -> None:
         assert not self.receive(step, tensors).error
-        assert not self.adopt(step).error
+        outcome = self.adopt(step, expected=digest(tensors))
+        assert not outcome.error
+        assert not outcome.checksums
 
 
 @pytest.fixture
@@ -103,11 +108,18 @@ def version(seed: int) -> dict[str, Tensor]:
     return random_tensors(seed=seed, count=3, size=8)
 
 
-def test_agent_compares_the_engine_with_what_it_received_and_sends_one_digest(agent: Agent):
+def digest(tensors: dict[str, Tensor]) -> str:
+    return digest_of(expected_checksums(tensors))
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_the_engine_is_compared_with_the_digest_of_the_relay_or_of_what_was_received(
+    agent: Agent, is_checked: bool
+):
     newer = version(1)
-    agent.receive(1, newer)
-    outcome = agent.adopt(1)
-    assert outcome.digest == digest_of(expected_checksums(newer))
+    agent.receive(1, newer, is_checked=is_checked)
+    outcome = agent.adopt(1, expected="" if is_checked else digest(newer))
+    assert outcome.digest == digest(newer)
     assert not outcome.checksums
     assert outcome.phase_seconds.keys() == {"pause", "load", "verify", "commit"}
     assert agent.updates.adopted == PolicyVersion(1, 1)
@@ -128,17 +140,23 @@ def test_the_probe_of_a_version_that_is_not_adopted_is_not_handed_on(agent: Agen
     agent.adopted(1, version(1))
     agent.receive(2, version(2))
     agent.engine.loads_wrongly = "model.layers.1.norm.weight"
-    assert agent.adopt(2, PROBE).error
+    assert agent.adopt(2, PROBE, expected=digest(version(2))).checksums
     agent.do(Abandon(command_id=4, reason="it differs"))
     assert agent.probes == [None]
 
 
-def test_a_tensor_that_differs_in_the_engine_is_named_and_the_engine_stays_paused(agent: Agent):
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_an_engine_with_a_tensor_that_differs_stays_paused(agent: Agent, is_checked: bool):
     agent.adopted(1, version(1))
     newer, name = version(2), "model.layers.1.norm.weight"
-    agent.receive(2, newer)
+    agent.receive(2, newer, is_checked=is_checked)
     agent.engine.loads_wrongly = name
-    assert agent.adopt(2).error == f"1 tensors differ in the engine: ['{name}']"
+    outcome = agent.adopt(2, expected="" if is_checked else digest(newer))
+    if is_checked:
+        assert outcome.error == f"1 tensors differ in the engine: ['{name}']"
+    else:
+        assert differing(expected_checksums(newer), outcome.checksums) == [name]
+    assert not outcome.digest
     agent.do(Abandon(command_id=4, reason="it differs"))
     assert agent.updates.is_paused
     assert agent.updates.adopted is None
@@ -155,7 +173,7 @@ def test_an_engine_that_fails_in_an_adoption_is_not_resumed_until_it_has_a_whole
     agent.adopted(1, version(1))
     agent.receive(2, version(2))
     agent.failing = step
-    assert f"injected at {step}" in agent.adopt(2).error
+    assert f"injected at {step}" in agent.adopt(2, expected=digest(version(2))).error
     assert agent.staging.may_be_read, "it may not have ended"
     agent.failing = ""
     agent.do(Abandon(command_id=4, reason="it failed"))
@@ -167,7 +185,7 @@ def test_an_engine_that_fails_in_an_adoption_is_not_resumed_until_it_has_a_whole
 
 
 def test_without_a_check_nothing_is_computed(agent: Agent):
-    agent.receive(1, version(1), is_checked=False)
+    agent.receive(1, version(1))
     agent.engine.loads_wrongly = "model.layers.1.norm.weight"
     outcome = agent.adopt(1)
     assert (outcome.error, outcome.digest) == ("", "")
@@ -205,8 +223,8 @@ def commit(agent: Agent, step: int, digest: str) -> CommandOutcome:
 
 def test_commit_compares_with_the_digest_that_it_brings(agent: Agent):
     collective(agent, 1)
-    digest = digest_of(expected_checksums(version(1)))
-    assert commit(agent, 1, digest) == CommandOutcome(command_id=4, digest=digest)
+    wanted = digest(version(1))
+    assert commit(agent, 1, wanted) == CommandOutcome(command_id=4, digest=wanted)
     assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
     assert agent.probes == [PROBE]
     assert agent.engine.runs
@@ -226,7 +244,7 @@ def test_commit_with_another_digest_leaves_the_engine_paused_and_names_its_check
 
 def test_commit_after_a_verify_compares_nothing_again(agent: Agent):
     collective(agent, 1)
-    assert agent.do(Verify(command_id=5)).digest == digest_of(expected_checksums(version(1)))
+    assert agent.do(Verify(command_id=5)).digest == digest(version(1))
     assert commit(agent, 1, "") == CommandOutcome(command_id=4)
     assert agent.engine.runs
 
@@ -241,7 +259,7 @@ def test_an_update_is_opened_again_in_a_group_that_was_made_anew(agent: Agent):
     agent.updates._group = "h"
     agent.engine.arrives = dict(manifest.tensors)
     assert not agent.do(LoadBucket(command_id=3, index=0, group_name="h")).error
-    assert not commit(agent, 2, digest_of(expected_checksums(version(2)))).checksums
+    assert not commit(agent, 2, digest(version(2))).checksums
 
 
 def test_nothing_is_committed_that_was_not_loaded(agent: Agent):
@@ -250,7 +268,7 @@ def test_nothing_is_committed_that_was_not_loaded(agent: Agent):
 
 
 def test_checksums_are_sent_where_the_relay_asks_for_them(agent: Agent):
-    digest = agent.do(Verify(command_id=5)).digest  # after a collective nothing was received
+    found = agent.do(Verify(command_id=5)).digest  # after a collective nothing was received
     every = agent.do(Verify(command_id=6, wants="checksums")).checksums
     assert every == expected_checksums(agent.engine.tensors)
-    assert digest == digest_of(every)
+    assert found == digest_of(every)

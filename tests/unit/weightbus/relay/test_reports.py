@@ -70,9 +70,9 @@ def test_retries_without_a_broker_take_bounded_memory():
 
 
 def test_a_receive_that_is_encoded_for_all_members_is_a_receive():
-    plain = ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5", is_checked=False)
+    plain = ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5", is_checked=True)
     encoded = EncodedReceive(
-        command_id=4, manifest=encode_manifest(MANIFEST), path="/weights/v2.5", is_checked=False
+        command_id=4, manifest=encode_manifest(MANIFEST), path="/weights/v2.5", is_checked=True
     )
     assert encode(encoded) == encode(plain)
     assert decode_command(encode(encoded)) == plain
