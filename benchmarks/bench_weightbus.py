@@ -190,7 +190,7 @@ class Bench:
         for transport, phases in figures.phases.items():
             text = ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in phases.items())
             self._row(f"phases, {name}, {transport}: ms", text)
-        for transport in ("collective", "tcp") if has_bars else ():
+        for transport in ("collective", "tcp", "mapped") if has_bars else ():
             control_ms = 1e3 * statistics.median(figures.seconds[transport])
             self.bars.at_most(f"control_{transport}", control_ms, "ms", needs=NEEDS_CONTROL_MS)
 

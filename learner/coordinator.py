@@ -118,14 +118,14 @@ class Coordinator:
     # ---- weights ---------------------------------------------------------------
 
     def open_weights(
-        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+        self, paths: Sequence[str], layout: WeightManifest, *, part_keys: Sequence[str] = ()
     ) -> None:
-        """Announce where versions will be written, before the first is.
+        """Announce the slots in which versions will be written, before the first is.
 
         ``part_keys`` are the public keys of the relays of the learner's other hosts.
         """
         if self._leader is not None:
-            self._leader.open_weights(path, layout, part_keys=part_keys)
+            self._leader.open_weights(paths, layout, part_keys=part_keys)
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""

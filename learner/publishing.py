@@ -39,12 +39,12 @@ class Publishing:
         run_id = coordinator.agreed(coordinator.run_id, str)
         self._part = part if part is not None and 0 < writer.part < writer.num_parts else None
         if self._part is not None:
-            self._part.open(writer.path, writer.layout, epoch=epoch, run_id=run_id)
+            self._part.open(writer.paths, writer.layout, epoch=epoch, run_id=run_id)
         keys: list[str] = []
         if writer.num_parts > 1:
             mine = self._part.public if self._part is not None else ""
             keys = [key.decode() for key in gather_bytes(mine.encode()) if key]
-        coordinator.open_weights(writer.path, writer.layout, part_keys=keys)
+        coordinator.open_weights(writer.paths, writer.layout, part_keys=keys)
 
     def write(self, version: PolicyVersion) -> int:
         """Write this rank's share of a version; return the slot written to.
@@ -56,8 +56,8 @@ class Publishing:
         slot = coordinator.reserve()
         if self._part is not None:
             self._part.writing(slot)
-        if self._writer.num_parts > 1:  # no rank writes to a slot that a part still serves
-            coordinator.barrier()
+        self._writer.label(slot, None)
+        coordinator.barrier()  # no rank writes to a slot that is labelled, or that a part serves
         bad = self._writer.write(slot)
         if coordinator.on_any(bool(bad)):
             name = bad or "a tensor that another learner rank's log names"
@@ -66,6 +66,7 @@ class Publishing:
 
     def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
         """Hand the version written to the relays, with its probe; the transfer does not wait."""
+        self._writer.label(slot, version)
         if self._part is not None:
             self._part.written(version, slot)
         self._coordinator.publish(version, slot, probe)

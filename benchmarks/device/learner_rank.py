@@ -25,7 +25,6 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
@@ -88,8 +87,7 @@ def writes_what_it_holds(policy: "Policy", topology: "Topology", exported: Path)
     writer = WeightWriter(policy.model, topology, bucket_bytes=64 * 1024)
     try:
         assert writer.write(1) == "", "a parameter is not finite"  # noqa: S101
-        size = writer.layout.num_bytes
-        memory = SharedSlots.open(writer.path, slot_bytes=size, num_slots=NUM_SLOTS)
+        memory = SharedSlots.open(writer.paths, writer.layout)
         views = tensor_views(writer.layout, memory.slot(1))
         held = load_file(exported / "model.safetensors")
         same = views.keys() == held.keys() and all(

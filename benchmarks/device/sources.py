@@ -45,13 +45,8 @@ class Source:
         )
         specs = [tensor_spec(*item) for item in self.tensors.items()]
         self._layout = plan_layout(specs, bucket_bytes=64 * 1024)
-        size = self._layout.num_bytes
-        self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
-        self._versions.open(
-            OpenMemory(
-                epoch=epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
-        )
+        self._memory = SharedSlots.make(self._layout, num_slots=NUM_SLOTS)
+        self._versions.open(OpenMemory(epoch=epoch, paths=self._memory.paths, layout=self._layout))
 
     def version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self.epoch, step)
@@ -59,8 +54,9 @@ class Source:
     async def publish(self, step: int, tensors: dict[str, Tensor]) -> PublishRecord:
         """Publish a version and return the record of its first attempt."""
         slot = self._versions.reserve(self.epoch)
-        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(tensors[name])
+        with self._memory.writing(slot, self.version(step)) as memory:
+            for name, view in tensor_views(self._layout, memory).items():
+                view.copy_(tensors[name])
         self._versions.written(self.epoch, slot, self.version(step))
         return await self.next_record(step)
 

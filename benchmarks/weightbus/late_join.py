@@ -14,7 +14,6 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -57,7 +56,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
     (folder / "sockets").mkdir(mode=0o700)
     records: asyncio.Queue[PublishRecord] = asyncio.Queue(64)
     versions = Versions(folder / "weights")
-    versions.open(OpenMemory(epoch=1, path=memory.path, layout=layout, num_slots=NUM_SLOTS))
+    versions.open(OpenMemory(epoch=1, paths=memory.paths, layout=layout))
     publisher = Publisher(
         WeightBusSection(engine_check_every=check_every),
         versions,
@@ -70,7 +69,10 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
     figures = JoinFigures(layout.num_bytes)
     try:
         for step in range(rounds + 1):
-            versions.written(1, versions.reserve(1), PolicyVersion(1, step))
+            version = PolicyVersion(1, step)
+            versions.written(1, versions.reserve(1), version)
+            if (publication := versions.find(version)) is not None:
+                publication.path = ""  # it is fetched, as by engines of other hosts
             record = await _record(records, "there")
             late = Agent(folder, f"late{step}", "collective", sizes)
             agents.append(late)

@@ -84,7 +84,7 @@ class LightBus:
     def __init__(self, folder: Path, loop: BackgroundLoop, sizes: str) -> None:
         self.folder, self._loop, self._sizes = folder, loop, sizes
         self.layout = SIZES[sizes].layout()
-        self.memory = SharedSlots.make(slot_bytes=self.layout.num_bytes, num_slots=NUM_SLOTS)
+        self.memory = SharedSlots.make(self.layout, num_slots=NUM_SLOTS)
 
         async def make() -> RelayLink:
             launch = RelayLaunch(("--config", str(folder / "run.toml")))
@@ -92,7 +92,7 @@ class LightBus:
 
         self._link = loop.run(make())
         loop.start(self._link.run())
-        loop.run(self._link.open(self.memory.path, self.layout, epoch=1))
+        loop.run(self._link.open(self.memory.paths, self.layout, epoch=1))
 
     def relay_cpu_s(self) -> float:
         return cpu_s(int((self.folder / "sockets" / "relay.lock").read_text()))
@@ -109,7 +109,8 @@ class LightBus:
         """Copy and hand over a version; what follows is the relay's work."""
         version = PolicyVersion(1, step)
         slot = self._loop.run(self._link.reserve())
-        copy_checked(tensors, tensor_views(self.layout, self.memory.slot(slot)))
+        with self.memory.writing(slot, version) as memory:
+            copy_checked(tensors, tensor_views(self.layout, memory))
         self._loop.run(self._link.written(version, slot))
 
     def agent(self, name: str, transport: str = "collective") -> Agent:

@@ -62,7 +62,7 @@ QUICK = Sizes(layers=8, hidden=576, inner=1536, heads=9, groups=3, vocabulary=81
 def written_slots(sizes: Sizes, dtype: str = "bfloat16", *, slots: int = NUM_SLOTS) -> SharedSlots:
     """Return a learner's memory whose slots hold random versions."""
     layout = sizes.layout(dtype=dtype)
-    memory = SharedSlots.make(slot_bytes=layout.num_bytes, num_slots=slots)
+    memory = SharedSlots.make(layout, num_slots=slots)
     for slot in range(slots):
         for view in tensor_views(layout, memory.slot(slot)).values():
             view.normal_(std=0.02)

@@ -24,7 +24,6 @@ from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import OpenMemory
@@ -113,7 +112,7 @@ async def _way(folder: Path, sizes: Sizes, settings: WeightBusSection) -> AsyncI
     memory = written_slots(sizes)
     versions = Versions(folder, digests=settings.digest_kind)
     layout = sizes.layout(BUCKET_BYTES)
-    versions.open(OpenMemory(epoch=_EPOCH, path=memory.path, layout=layout, num_slots=NUM_SLOTS))
+    versions.open(OpenMemory(epoch=_EPOCH, paths=memory.paths, layout=layout))
     versions.written(_EPOCH, versions.reserve(_EPOCH), PolicyVersion(_EPOCH, 1))
     listener = RemoteListener("tcp://127.0.0.1:0", is_plain=settings.bulk == "plain")
     public, secret = (half.decode() for half in zmq.curve_keypair())

@@ -55,7 +55,8 @@ from tests.support.blank_model import write_blank_model
 from tests.support.bus.snapshots import tensor_spec
 from tests.support.random_llama import write_random_weights
 
-TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "mapped", "disk")
+"""Ways to an engine; mapped is tcp on the learner's host, as it is in runs."""
 _LONGEST_S = 120.0
 _SMOLLM2 = {
     "vocab_size": 49152,
@@ -131,13 +132,12 @@ class ServedBus:
         specs = [tensor_spec(*item) for item in self.tensors.items()]
         self.layout = plan_layout(specs, bucket_bytes=BUCKET_BYTES)
         self._epoch, self._step = epoch, -1
-        self._memory = SharedSlots.make(slot_bytes=self.layout.num_bytes, num_slots=NUM_SLOTS)
+        self._is_in_sight = transport == "mapped"
+        self._memory = SharedSlots.make(self.layout, num_slots=NUM_SLOTS)
         self.records: asyncio.Queue[PublishRecord] = asyncio.Queue(64)
         self._versions = Versions(folder / "weights")
         self._versions.open(
-            OpenMemory(
-                epoch=self._epoch, path=self._memory.path, layout=self.layout, num_slots=NUM_SLOTS
-            )
+            OpenMemory(epoch=self._epoch, paths=self._memory.paths, layout=self.layout)
         )
         libraries = installed_libraries()
         self.publisher = Publisher(
@@ -153,7 +153,7 @@ class ServedBus:
                 incarnation="a",
                 device="cpu",
                 torch_version=libraries.torch_version,
-                transport=transport,
+                transport="tcp" if transport == "mapped" else transport,
             ),
             tensors=model_tensors(server.model, dtype=server.dtype),
             staging=Staging(folder, "generator-0"),
@@ -167,10 +167,13 @@ class ServedBus:
         """Publish once more; return seconds from the reserve to committed, and the record."""
         self._step += 1
         began_s = time.monotonic()
-        slot = self._versions.reserve(self._epoch)
-        views = tensor_views(self.layout, self._memory.slot(slot))
-        await asyncio.to_thread(copy_checked, self.tensors, views)
-        self._versions.written(self._epoch, slot, PolicyVersion(self._epoch, self._step))
+        slot, version = self._versions.reserve(self._epoch), PolicyVersion(self._epoch, self._step)
+        with self._memory.writing(slot, version) as memory:
+            views = tensor_views(self.layout, memory)
+            await asyncio.to_thread(copy_checked, self.tensors, views)
+        self._versions.written(self._epoch, slot, version)
+        if not self._is_in_sight and (publication := self._versions.find(version)) is not None:
+            publication.path = ""
         while True:
             record = await asyncio.wait_for(self.records.get(), _LONGEST_S)
             if record.failed:

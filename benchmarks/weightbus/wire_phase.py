@@ -198,7 +198,7 @@ async def _measure(
 ) -> WireFigures:
     made = written_slots(sizes, slots=1)
     layout = sizes.layout()
-    memory = SharedSlots.open(made.path, slot_bytes=layout.num_bytes, num_slots=1)
+    memory = SharedSlots.open(made.paths, layout)
     figures = WireFigures(layout.num_bytes, receivers)
     async with _relay(folder, sizes, receivers) as relay:
         publication = Publication(snapshot_of(sizes, memory, bucket_bytes=BUCKET_BYTES, step=0))

@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.generators.sglang.replacing import replace
 from slipstream.weightbus.version.engine_checksums import digest_of
+from slipstream.weightbus.version.mapped_file import watched
 from slipstream.wire.errors import EngineError
 from slipstream.wire.models.families.registry import checksum_name
 
@@ -68,6 +69,26 @@ class AdoptionAnswer(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.convert(found, cls)
         except (ValueError, msgspec.ValidationError) as error:
             raise EngineError(f"SGLang: unexpected answer {message[:200]!r}") from error
+
+
+def load_whole_versions(module: ModuleType) -> None:
+    """Load a folder that holds a version before and after: the learner may have overwritten it."""
+    manager = module.SchedulerWeightUpdaterManager
+    messages = sys.modules[module.CheckWeightsReqInput.__module__]
+    load = manager.update_weights_from_disk
+
+    def update_weights_from_disk(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
+        if recv_req.manifest is None:
+            return load(self, recv_req)
+        version = msgspec.convert(recv_req.manifest, AdoptionOrder).version
+        with watched(Path(recv_req.model_path), version) as difference:
+            why = difference()
+            output = load(self, recv_req) if not why else None
+            if output is None or (output.success and (why := difference())):
+                return messages.UpdateWeightFromDiskReqOutput(success=False, message=why)
+            return output
+
+    replace(manager, "update_weights_from_disk", update_weights_from_disk)
 
 
 def adopt_in_scheduler(module: ModuleType) -> None:

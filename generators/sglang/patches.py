@@ -76,6 +76,7 @@ def install() -> None:
     retractions, experts, mixed = Retractions(), ExpertsBefore(), MixedBatches()
 
     def correct_updates_of_rank(module: ModuleType) -> None:
+        adoption.load_whole_versions(module)
         answer_for_all_ranks(module)
         adoption.adopt_in_scheduler(module)
 

@@ -19,8 +19,9 @@ async def room_for(
 ) -> AsyncIterator[Staging]:
     """Allocate the memory for the first version while the engine starts."""
     staging = Staging(settings.run.socket_folder, name, uses_deltas=settings.uses_deltas)
-    is_staged = TRANSPORTS[settings.transport].is_staged
-    num_bytes = tensors.num_bytes if is_staged else 0
+    # An engine on the learner's host loads from the learner's memory.
+    is_fetched = TRANSPORTS[settings.transport].is_staged and bool(settings.run.broker)
+    num_bytes = tensors.num_bytes if is_fetched else 0
 
     def reserve() -> None:
         try:

@@ -204,7 +204,7 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._client.ask(request, Done))
 
     def open_weights(
-        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+        self, paths: Sequence[str], layout: WeightManifest, *, part_keys: Sequence[str] = ()
     ) -> None:
         """Start the relay and announce where versions will be written.
 
@@ -213,7 +213,7 @@ class LeaderLink(PayloadLink):
         self._loop.start(self._relay.run())
         epoch = self._version.epoch if self._version is not None else 0
         opening = self._relay.open(
-            path, layout, epoch=epoch, run_id=self.run_id, part_keys=part_keys
+            paths, layout, epoch=epoch, run_id=self.run_id, part_keys=part_keys
         )
         self._loop.run(opening)
 

@@ -296,7 +296,7 @@ class ReplayLink:
         return StepCommitted(evaluations=(), last_step=self._settings.run.steps)
 
     def open_weights(
-        self, path: str, layout: WeightManifest, *, part_keys: Sequence[str] = ()
+        self, paths: Sequence[str], layout: WeightManifest, *, part_keys: Sequence[str] = ()
     ) -> None:
         """Do nothing: there are no engines."""
 

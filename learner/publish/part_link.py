@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import zmq
 
@@ -36,11 +37,13 @@ class PartLink:
         """Public key of the relay (Z85)."""
         self._secret = secret.decode()
 
-    def open(self, path: str, layout: WeightManifest, *, epoch: int, run_id: str) -> None:
+    def open(
+        self, paths: Sequence[str], layout: WeightManifest, *, epoch: int, run_id: str
+    ) -> None:
         """Start the relay on the memory of this host's part."""
         loop = self._loop
         loop.start(self._link.run())
-        opening = self._link.open(path, layout, epoch=epoch, run_id=run_id, part=self._part)
+        opening = self._link.open(paths, layout, epoch=epoch, run_id=run_id, part=self._part)
         loop.run(opening)
         loop.start(self._follow(epoch))
 

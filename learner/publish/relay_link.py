@@ -191,7 +191,7 @@ class RelayLink:
 
     async def open(
         self,
-        path: str,
+        paths: Sequence[str],
         layout: WeightManifest,
         *,
         epoch: int,
@@ -201,14 +201,13 @@ class RelayLink:
     ) -> None:
         """Announce where versions will be written.
 
-        ``path`` is of the memory with the part's buckets, ``layout`` of the whole version. A head
+        ``paths`` are of the slots for the part's buckets, ``layout`` of the whole version. A head
         names the public keys of parts 1, 2, ...
         """
         memory = OpenMemory(
             epoch=epoch,
-            path=path,
+            paths=tuple(paths),
             layout=layout,
-            num_slots=NUM_SLOTS,
             run_id=run_id,
             part=part,
             part_keys=tuple(part_keys),

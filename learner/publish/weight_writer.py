@@ -19,6 +19,9 @@ from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.manifest import ITEM_BYTES, TensorSpec
+from slipstream.wire.messages.versions import PolicyVersion
+
+_SEPARATOR = "\n"
 
 
 class WeightWriter:
@@ -73,10 +76,11 @@ class WeightWriter:
             if transfer.receiver == self._rank
         }
         self._geometry = geometry_of(model.hf_config)
-        self._memory, self.paths = self._mapped(here)
-        """Memory of this host, and the path of each part's memory, valid on its host."""
-        self.path = self.paths[self.part] if self.part < hosts else ""
-        """Path of this host's memory; empty without a part."""
+        self._leads = self._rank % here == 0 and self.part < hosts
+        self._memory, self.paths_of = self._mapped(here)
+        """Memory of this host, and the paths of each part's slots, valid on its host."""
+        self.paths = self.paths_of[self.part] if self.part < hosts else ()
+        """Paths of this host's slots; none without a part."""
 
     def _shared_out(
         self, held: Sequence[Sequence[ShardFacts]], specs: Sequence[TensorSpec], here: int
@@ -94,21 +98,23 @@ class WeightWriter:
             hosts=self.num_parts,
         )
 
-    def _mapped(self, here: int) -> tuple[SharedSlots | None, list[str]]:
+    def _mapped(self, here: int) -> tuple[SharedSlots | None, list[tuple[str, ...]]]:
         """Return this host's memory if this rank leads its host, writes or receives; all paths."""
-        memory: SharedSlots | None = None
-        slot_bytes = self._own_layout.num_bytes
-        leads = self._rank % here == 0 and self.part < self.num_parts
-        if leads:
-            memory = SharedSlots.make(slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
-        paths = gather_bytes(memory.path.encode() if memory is not None else b"")
-        of_parts = [paths[part * here].decode() for part in range(self.num_parts)]
-        if not leads and (self.writes or self._facts):
-            path = of_parts[self.part]
-            memory = SharedSlots.open(path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS)
+        memory = SharedSlots.make(self._own_layout, num_slots=NUM_SLOTS) if self._leads else None
+        paths = gather_bytes(_SEPARATOR.join(memory.paths).encode() if memory is not None else b"")
+        of_parts = [
+            tuple(paths[part * here].decode().split(_SEPARATOR)) for part in range(self.num_parts)
+        ]
+        if memory is None and (self.writes or self._facts):
+            memory = SharedSlots.open(of_parts[self.part], self._own_layout)
         if memory is not None and device().type == "cuda":
             memory.pin()
         return memory, of_parts
+
+    def label(self, slot: int, version: PolicyVersion | None) -> None:
+        """Say which version a slot of this host holds whole; None before any rank writes."""
+        if self._memory is not None and self._leads:
+            self._memory.label(slot, version)
 
     def write(self, slot: int) -> str:
         """Write this rank's share into a slot; return the name of a non-finite parameter."""

@@ -48,7 +48,13 @@ class Bus(Relay):
     """A relay of versions that differ by little."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, bucket_bytes=64 * 96 * 2, tensors=tensors(0), delta_versions=KEPT)
+        super().__init__(
+            folder,
+            bucket_bytes=64 * 96 * 2,
+            tensors=tensors(0),
+            delta_versions=KEPT,
+            is_in_sight=False,
+        )
         self.folder = folder
         self.deltas = self.publisher._deltas
 

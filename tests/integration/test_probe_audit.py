@@ -163,6 +163,7 @@ class Bus(Published):
             versions.tensors[0],
             bucket_bytes=1 << 20,
             epoch=next(_epochs),
+            is_in_sight=False,  # an engine under test loads the version before: no label may tell
             engine_check_every=0,
         )
         self.audit = ProbeAudit(engine, Noise("float32"))

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,14 @@ from torch import Tensor
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.agent import updates
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import model_tensors
 from slipstream.weightbus.relay.transports import disk
 from slipstream.weightbus.version.engine_checksums import differing, expected_checksums
+from slipstream.weightbus.version.mapped_file import open_mapped
 from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -34,7 +37,8 @@ from tests.support.tiny_run import sglang_server, write_policy
 pytestmark = pytest.mark.integration
 LONG = SamplingParams(temperature=1.0, max_new_tokens=420, min_new_tokens=400)
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=8)
-TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "mapped", "disk")
+NAMES = {"mapped": "tcp"}  # on the learner's host
 PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_context=1)
 TRIES = 20  # to publish while two answers are in the making: a slow machine may do it too late
 _epochs = itertools.count(1)  # one server serves all tests, and its version never goes back
@@ -60,12 +64,18 @@ class Bus(Published):
         self.engine = engine
         self.tensors = load_file(folder / "model" / "model.safetensors")
         self.probes: list[tuple[PolicyVersion, ProbeLogprobs | None]] = []
-        super().__init__(folder, self.tensors, bucket_bytes=64 * 1024, epoch=next(_epochs))
+        super().__init__(
+            folder,
+            self.tensors,
+            bucket_bytes=64 * 1024,
+            epoch=next(_epochs),
+            is_in_sight=transport == "mapped",
+        )
         self.subscriber = subscriber_of(
             engine,
             model_tensors(folder / "model", dtype="float32"),
             Staging(folder, "generator-0"),
-            transport=transport,
+            transport=NAMES.get(transport, transport),
             on_probe=lambda version, probe, _: self.probes.append((version, probe)),
         )
 
@@ -104,7 +114,11 @@ async def test_a_publish_into_a_running_generation_is_labelled_verified_and_exac
             completions = await generation
             if all(len(one.version_starts) > 1 for one in completions):
                 break
-        assert record.transports == {"generator-0": transport}
+        assert record.transports == {"generator-0": NAMES.get(transport, transport)}
+        if transport in {"tcp", "mapped"}:
+            moved = record.num_bytes if transport == "tcp" else 0
+            assert record.fetched_bytes == {"generator-0": moved}
+            assert bus.subscriber.traffic.copied_bytes == (step + 1) * moved
         labels = [PolicyVersion(bus.epoch, one) for one in range(step + 1)]
         assert bus.probes == [(labels[0], None), *((one, PROBE) for one in labels[1:])]
         assert record.num_in_flight == {"generator-0": 2}
@@ -139,12 +153,11 @@ async def test_bytes_that_change_on_the_way_are_never_served(
     async with running_bus(server, folder, transport) as bus:
         await bus.publish(0, bus.tensors)
         honest = bus.moved(by=0.02)
-        with monkeypatch.context() as patch:
-            _damage(patch, transport)
+        with monkeypatch.context() as patch, _damaged(patch, transport):
             record = await bus.publish(1, honest)
             why = record.failed["generator-0"]
             waiting = asyncio.create_task(bus.engine.sample([3, 4, 13], SHORT, count=1))
-            if transport == "collective":
+            if transport in {"collective", "mapped"}:
                 assert "tensors differ in the engine" in why
                 await asyncio.sleep(0.2)
                 assert not waiting.done(), "served while torn"
@@ -156,26 +169,39 @@ async def test_bytes_that_change_on_the_way_are_never_served(
         while repaired.failed:
             repaired = await bus.record_of(PolicyVersion(bus.epoch, 1))
         (answer,) = await waiting
-        if transport == "collective":
+        if transport in {"collective", "mapped"}:
             assert answer.version_starts == [(0, PolicyVersion(bus.epoch, 1))]
         assert differing(expected_checksums(honest), await bus.engine.checksums()) == []
 
 
-def _damage(patch: pytest.MonkeyPatch, transport: str) -> None:
+@contextmanager
+def _damaged(patch: pytest.MonkeyPatch, transport: str) -> Iterator[None]:
     """Have a bit change behind the digests."""
+    if transport == "mapped":
+        paths: list[Path] = []
+
+        def opened(path: Path, manifest: WeightManifest) -> int:
+            descriptor = open_mapped(path, manifest)
+            if not paths:
+                paths.append(path)
+                _flip_last_byte(path)
+            return descriptor
+
+        patch.setattr(updates, "open_mapped", opened)
+        yield
+        for path in paths:
+            _flip_last_byte(path)
+        return
     if transport == "disk":
         write: Callable[..., Path] = disk.write_version
 
         def written(*arguments: object, **named: object) -> Path:
             folder = write(*arguments, **named)
-            with (folder / WEIGHTS).open("r+b") as file:
-                file.seek(-1, 2)
-                last = file.read(1)
-                file.seek(-1, 2)
-                file.write(bytes([last[0] ^ 1]))
+            _flip_last_byte(folder / WEIGHTS)
             return folder
 
         patch.setattr(disk, "write_version", written)
+        yield
         return
     bucket = WeightSnapshot.bucket
 
@@ -185,3 +211,12 @@ def _damage(patch: pytest.MonkeyPatch, transport: str) -> None:
         return sent
 
     patch.setattr(WeightSnapshot, "bucket", damaged)
+    yield
+
+
+def _flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))

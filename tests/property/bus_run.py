@@ -2,8 +2,9 @@
 
 Engines hold bytes and a label; a phase of a publish does to them what an agent does. Which engine
 is served, with which version, in which phase, and which slot a learner writes is decided by the
-product. Faults are drawn: each process may fail before or after an action, hang, die, be replaced
-or fall silent; then all of it stops, and every living engine has to arrive.
+product. An engine may go on to load a slot that the relay gave up: then the slot's label decides.
+Faults are drawn: each process may fail before or after an action, hang, die, be replaced or fall
+silent; then all of it stops, and every living engine has to arrive.
 """
 
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Engine:
     is_paused: bool = False
     is_alive: bool = True
     hears: bool = True  # its agent; else it answers nothing and sends nothing
+    reads: "LateRead | None" = None  # a load that nobody waits for any more
 
     @property
     def is_whole(self) -> bool:
@@ -50,6 +52,16 @@ class Engine:
     def adopted(self) -> PolicyVersion | None:
         """The version that its agent reports."""
         return self.label if self.is_whole else None
+
+
+@dataclass(eq=False)
+class LateRead:
+    """A load of a slot that the relay gave up, and takes to be unread from then on."""
+
+    slot: int
+    version: PolicyVersion
+    label: PolicyVersion | None  # of the slot, as it began
+    data: PolicyVersion | None
 
 
 @dataclass(eq=False)
@@ -71,6 +83,7 @@ class Bus(RuleBasedStateMachine):
     """A relay with up to four engines and the learner's three slots."""
 
     begun: ClassVar[dict[str, int]] = {"schedules": 0, "publishes": 0, "faults": 0, "given up": 0}
+    begun |= {"late": 0, "late and whole": 0}
 
     @initialize(
         engines_per_group=st.sampled_from([3, 2, 1]),
@@ -86,6 +99,7 @@ class Bus(RuleBasedStateMachine):
         self.engines_per_group = engines_per_group
         self.slots = Slots()
         self.memory: list[PolicyVersion | None] = [None, None, None]
+        self.labels: list[PolicyVersion | None] = [None, None, None]  # in the slots' headers
         self.writing: int | None = None
         self.newest: PolicyVersion | None = None  # that the learner has published
         self.version = PolicyVersion(1, 0)
@@ -107,6 +121,7 @@ class Bus(RuleBasedStateMachine):
         if slot == newest:
             others = {0, 1, 2} - {slot}
             assert others == {publish.slot for publish in self.publishes}, "the only whole one"
+        self.labels[slot] = None
         self.memory[slot] = MIXTURE
         self.writing = slot
 
@@ -117,6 +132,7 @@ class Bus(RuleBasedStateMachine):
         epoch, step = self.version.epoch, self.version.step
         self.version = PolicyVersion(epoch + new_epoch, step + 1)
         self.memory[self.writing] = self.version
+        self.labels[self.writing] = self.version
         self.slots.written(self.writing, self.version)
         self.newest, self.writing = self.version, None
 
@@ -251,11 +267,14 @@ class Bus(RuleBasedStateMachine):
         failed = {}
         for name in course.members:
             engine = publish.engines[name]
-            is_there = engine.is_alive and engine.hears
+            is_there = engine.is_alive and engine.hears and engine.reads is None
             effect = fails.get(name, "whole")
             if is_there and effect != "none":
-                is_torn = bool(fails) if phase is Phase.LOAD else effect == "half"
-                self._does(engine, phase, publish, is_torn=is_torn)
+                if effect == "late" and phase is Phase.ADOPT:
+                    self._begins_late(engine, publish)
+                else:
+                    is_torn = bool(fails) if phase is Phase.LOAD else effect == "half"
+                    self._does(engine, phase, publish, is_torn=is_torn)
             if not is_there or name in fails:
                 failed[name] = "it failed"
             elif phase is Phase.VERIFY and engine.data != publish.serving.version:
@@ -289,6 +308,53 @@ class Bus(RuleBasedStateMachine):
             case _:
                 pass
 
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), writes=st.integers(0, 4), ends=st.booleans())
+    def an_engine_loads_late(self, data: st.DataObject, writes: int, ends: bool) -> None:
+        """The relay gives its load up; the learner may write to the slot meanwhile."""
+        self.learner_publishes(new_epoch=False)
+        self.decide()
+        staged = [one for one in self.publishes if one.serving.group is None]
+        if not staged:
+            return
+        publish = data.draw(st.sampled_from(staged))
+        while publish.course.phase is not Phase.ADOPT and publish in self.publishes:
+            self._advance(publish, {}, {})
+        if publish not in self.publishes or not publish.course.members:
+            return
+        (name,) = publish.course.members
+        engine = publish.engines[name]
+        self._advance(publish, {name: "late"}, {})
+        for _ in range(writes):
+            self.learner_publishes(new_epoch=False)
+        if ends and engine.reads is not None:
+            self._ends_late(engine)
+
+    def _begins_late(self, engine: Engine, publish: Publish) -> None:
+        self.begun["late"] += 1
+        version, slot = publish.serving.version, publish.slot
+        engine.reads = LateRead(slot, version, self.labels[slot], self.memory[slot])
+        engine.is_paused, engine.data = True, MIXTURE
+
+    @precondition(lambda self: any(engine.reads for engine in self.engines.values()))
+    @rule(data=st.data())
+    def a_late_load_ends(self, data: st.DataObject) -> None:
+        """The engine adopts what it read if the slot is labelled with it before and after."""
+        names = sorted(name for name, engine in self.engines.items() if engine.reads)
+        self._ends_late(self.engines[data.draw(st.sampled_from(names))])
+
+    def _ends_late(self, engine: Engine) -> None:
+        reads, engine.reads = engine.reads, None
+        assert reads is not None
+        is_same = reads.data == self.memory[reads.slot]
+        engine.data = reads.data if is_same else MIXTURE
+        if reads.version == reads.label == self.labels[reads.slot]:
+            assert engine.label is None or engine.label <= reads.version, "a label goes back"
+            engine.label, engine.is_paused = reads.version, False
+            self.begun["late and whole"] += 1
+        else:
+            engine.abandon()
+
     def _turn_to_the_end(self) -> None:
         self.decide()
         for publish in list(self.publishes):
@@ -302,7 +368,8 @@ class Bus(RuleBasedStateMachine):
             assert publish.engines[name].label == publish.serving.version
         for name in course.failed:
             engine = publish.engines[name]
-            if engine.is_alive and engine.hears and abandons.get(name, True):
+            can_abandon = engine.is_alive and engine.hears and engine.reads is None
+            if can_abandon and abandons.get(name, True):
                 engine.abandon()
         group = publish.serving.group
         gone = self.fleet.finished(publish.serving, course.members, self.now_s)
@@ -364,6 +431,9 @@ class Bus(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):
             return
+        for engine in self.engines.values():
+            if engine.reads is not None:
+                self._ends_late(engine)
         for _ in range(2):  # silent agents are given up, and what they held goes
             self.time_passes(PATIENCE_S)
             self.now_s += RETRY_S

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from slipstream.weightbus.version.layout import part_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 
 if TYPE_CHECKING:
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 
 def memory_of(writer: "WeightWriter", part: int) -> SharedSlots:
     """Map the memory of a part; all hosts are this machine."""
-    size = part_layout(writer.layout, part).num_bytes
-    return SharedSlots.open(writer.paths[part], slot_bytes=size, num_slots=NUM_SLOTS)
+    return SharedSlots.open(writer.paths_of[part], part_layout(writer.layout, part))
 
 
 def written_tensors(writer: "WeightWriter", slot: int) -> "dict[str, Tensor]":

@@ -322,6 +322,7 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Abandon(command_id=2, reason="the engine stopped receiving"),
     weightbus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),
     weightbus.ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5"),
+    weightbus.ReceiveVersion(command_id=4, manifest=MANIFEST, mapped="/proc/1/fd/9"),
     weightbus.ReceiveVersion(
         command_id=10,
         manifest=MANIFEST,
@@ -373,9 +374,8 @@ BUCKET_ANSWERS = [
 RELAY_REQUESTS: list[relay.RelayRequest] = [
     relay.OpenMemory(
         epoch=2,
-        path="/proc/1/fd/9",
+        paths=("/proc/1/fd/9", "/proc/1/fd/10", "/proc/1/fd/11"),
         layout=MANIFEST,
-        num_slots=3,
         whole=PolicyVersion(2, 4),
         slot=1,
     ),

@@ -75,6 +75,7 @@ class EngineWeights(Protocol):
         """Pause, load a folder, compare, label and resume; without a digest nothing is compared.
 
         An engine whose checksums have another ``digest_of`` stays paused, unlabelled. So does one
-        that fails, unless it had not begun to load or had the label already: then it generates.
+        that fails, unless it had not begun to load or had the label already: then it generates. The
+        file may be overwritten while it is loaded, which is a failure: ``mapped_file.watched``.
         """
         ...

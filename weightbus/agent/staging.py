@@ -52,7 +52,8 @@ class Staging:
         self._uses_deltas = uses_deltas
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
-        self._shown: Path | None = None  # folder of the version that the memory holds
+        self._shown: Path | None = None  # folder of the version that the engine may load
+        self._elsewhere = -1  # descriptor of another process's file that it is in
         self._lock = threading.Lock()
         self._descriptor = -1
         self.held = HeldBuckets()  # buckets that other agents may fetch from here
@@ -63,12 +64,22 @@ class Staging:
         """Parent of the folder of a version, for the engine."""
         return self._folder
 
-    def _show(self, version: PolicyVersion) -> Path:
+    def show_mapped(self, version: PolicyVersion, descriptor: int) -> Path:
+        """Show the engine a version in another process's file; return its folder.
+
+        The descriptor is closed when the version is hidden: whatever happens to that process, the
+        link leads to the file.
+        """
+        self._hide()
+        self._elsewhere = descriptor
+        return self._show(version, Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
+
+    def _show(self, version: PolicyVersion, file: Path = Path("..") / _MEMORY) -> Path:
         """Show a whole version to the engine; return its folder."""
         folder = self._folder / version.label
         folder.mkdir(exist_ok=True)
         self._shown = folder
-        (folder / WEIGHTS).symlink_to(Path("..") / _MEMORY)
+        (folder / WEIGHTS).symlink_to(file)
         return folder
 
     def _hide(self) -> None:
@@ -78,6 +89,9 @@ class Staging:
             (shown / WEIGHTS).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 shown.rmdir()
+        if self._elsewhere >= 0:
+            os.close(self._elsewhere)
+            self._elsewhere = -1
 
     def _open(self) -> None:
         self._hide()

@@ -14,6 +14,7 @@ from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
 from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of, refuse
+from slipstream.weightbus.version.mapped_file import open_mapped
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.bounds import shortened
@@ -126,6 +127,7 @@ class EngineUpdates:
         self._manifest: WeightManifest | None = None  # the offered version
         self._received: Path | None = None
         self._expected: Mapping[str, str] | None = None  # checksums that were computed here
+        self._is_out_of_sight = False  # the learner's memory cannot be opened here
         self._fetched_there = 0  # bytes of the last version that other hosts fetched
         self._engines: tuple[str, ...] = ()  # other engines that served the received version
         self._checksums: dict[str, str] = {}  # the engine's last answer
@@ -217,7 +219,6 @@ class EngineUpdates:
         manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
         received = self._received = await self._fetch(command, fetcher)
-        self._engines = () if command.path else fetcher.engines
         since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
@@ -231,8 +232,10 @@ class EngineUpdates:
 
     async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         """Get a version on every host of the engine; return the folder of this one."""
+        self._staging.fetched_bytes = 0
         if self._others is None:
-            return await self._fetch_here(command, fetcher)
+            mapped = await self._map(command) if command.mapped else None
+            return mapped or await self._fetch_here(command, fetcher)
         if command.path or fetcher.address is None:
             raise PublishError("every host of this engine fetches a version from a relay")
         there = self._others.fetch_too(
@@ -248,12 +251,30 @@ class EngineUpdates:
         self._fetched_there = elsewhere.result()
         return here.result()
 
+    async def _map(self, command: ReceiveVersion) -> Path | None:
+        """Return a folder with the learner's own file; None if it is out of sight here.
+
+        Raises:
+            PublishError: the file holds another version.
+        """
+        path, manifest = Path(command.mapped), command.manifest
+        try:
+            descriptor = await asyncio.to_thread(open_mapped, path, manifest)
+        except OSError as error:
+            if not self._is_out_of_sight:
+                self._is_out_of_sight = True
+                _log.info("versions are fetched: the learner's memory: %s", error)
+            return None
+        return self._staging.show_mapped(manifest.version, descriptor)
+
     async def _fetch_here(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         manifest, staging = command.manifest, self._staging
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
-        return await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
+        folder = await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
+        self._engines = fetcher.engines
+        return folder
 
     async def _adopt(self, command: Adopt) -> CommandOutcome:
         """Switch the engine to the received version, or record that it may hold a mixture.

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.relay.learner_parts import Parts
-from slipstream.weightbus.version.adapter_checksums import expected_of_version
+from slipstream.weightbus.version.adapter_checksums import are_adapters, expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
 from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
@@ -32,6 +32,7 @@ class Publication:
         self,
         snapshot: WeightSnapshot,
         *,
+        path: str = "",
         pin: Callable[[], None] = lambda: None,
         digests: DigestKind = "xxh3",
         parts: Parts | None = None,
@@ -39,10 +40,11 @@ class Publication:
     ) -> None:
         """Compute nothing yet.
 
-        ``pin`` pins the snapshot's memory, once. ``parts`` have the rest of the version; None if it
-        is whole.
+        ``path`` leads to the snapshot's file on this host. ``pin`` pins its memory, once. ``parts``
+        have the rest of the version; None if it is whole.
         """
         self._digest_kind: DigestKind = digests
+        self.path = path
         self.pin = pin
         self.parts = parts
         self.probe = probe
@@ -65,6 +67,11 @@ class Publication:
     def is_whole(self) -> bool:
         """True if all tensors are in this relay's memory."""
         return self.parts is None
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the version is adapters alone."""
+        return are_adapters(self.snapshot.tensors)
 
     @property
     def undigested(self) -> WeightManifest:
@@ -135,15 +142,23 @@ class Publication:
     def begin_checksums(self, of: EngineLayout) -> asyncio.Future[dict[str, str]]:
         """Start to compute the result of ``expected``."""
         tensors = self.snapshot.tensors
-        if of not in self._expected:
-            self._expected[of] = self.in_thread(lambda: expected_of_version(tensors, of))
+
+        def compute() -> dict[str, str]:
+            try:
+                return expected_of_version(tensors, of)
+            except (RuntimeError, MemoryError) as error:  # a GPU without room: the relay lives
+                what = f"what engines must hold of {self.version.label} cannot be computed"
+                raise PublishError(f"{what}: {error}") from error
+
+        if of not in self._expected or _has_failed(self._expected[of]):
+            self._expected[of] = self.in_thread(compute)
         return self._expected[of]
 
     def digest_expected(self, of: EngineLayout) -> str:
         """Return the digest of ``expected`` if it is computed already, else an empty string."""
         if of not in self._digests:
             future = self._expected.get(of)
-            if future is None or not future.done():
+            if future is None or not future.done() or _has_failed(future):
                 return ""
             self._digests[of] = digest_of(future.result())
         return self._digests[of]

@@ -38,7 +38,6 @@ from slipstream.weightbus.relay.served import VersionReading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
 from slipstream.weightbus.relay.transports.base import Transport, transport_class
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
-from slipstream.weightbus.version.adapter_checksums import are_adapters
 from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.messages.codec import decode_agent_message, decode_part_report, encode
 from slipstream.wire.messages.part_relays import HeadCommand
@@ -433,7 +432,7 @@ class Publisher:
         Members of a chain are on other hosts, and offer a door.
         """
         is_repair = bool(member.failure)
-        if serving.group is not None or are_adapters(reading.publication.snapshot.tensors):
+        if serving.group is not None or reading.publication.has_adapters:
             return None
         if is_repair or not member.key or not may_be_source(member.join.forward):
             return None

@@ -32,7 +32,7 @@ class _LearnerMemory:
         self.epoch = message.epoch
         self.layout = message.layout
         self.part = message.part
-        self.slots = Slots(message.num_slots)
+        self.slots = Slots(len(message.paths))
         self.publications: dict[int, Publication] = {}
         self.others: PartBook | None = None
         if message.part_keys:
@@ -124,18 +124,15 @@ class Versions:
         self._run_id = self._run_id or run_id
         self.refuse_older(message.epoch)
         if self._sources and self._sources[-1].epoch == message.epoch:
-            if not self._sources[-1].memory.is_at(message.path):
+            if not self._sources[-1].memory.is_at(message.paths):
                 raise PublishError(
-                    f"epoch {message.epoch} was granted twice: {message.path} is another memory "
-                    "than the one that it publishes from"
+                    f"epoch {message.epoch} was granted twice: {', '.join(message.paths[:1])} is "
+                    "another memory than the one that it publishes from"
                 )
             if message.whole is not None:
                 self.written(message.epoch, message.slot, message.whole, message.probe)
             return
-        own = part_layout(layout, message.part)
-        memory = SharedSlots.open(
-            message.path, slot_bytes=own.num_bytes, num_slots=message.num_slots
-        )
+        memory = SharedSlots.open(message.paths, part_layout(layout, message.part))
         self.part_keys = message.part_keys
         self._sources.append(_LearnerMemory(memory, message, silence_s=self._silence_s))
         self.wake()
@@ -201,7 +198,12 @@ class Versions:
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot), source.part)
         parts = self._parts if source.others is not None else None
         publication = Publication(
-            snapshot, pin=source.memory.pin, digests=self._digests, parts=parts, probe=probe
+            snapshot,
+            path=source.memory.paths[slot],  # lives as long as this relay, not the learner
+            pin=source.memory.pin,
+            digests=self._digests,
+            parts=parts,
+            probe=probe,
         )
         source.publications[slot] = publication
         self.let_go()

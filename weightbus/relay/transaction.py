@@ -173,6 +173,8 @@ class Transaction:
         )
         if outcome.checksums:
             refuse(expected, outcome.checksums)
+        if digest and outcome.digest != digest:
+            raise PublishError("its agent compared another digest than the relay's")
         self._num_in_flight[member.name] = outcome.num_in_flight
         if outcome.digest:
             self._digests[member.name] = outcome.digest

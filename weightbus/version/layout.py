@@ -18,6 +18,11 @@ from slipstream.wire.messages.versions import PolicyVersion
 _NO_VERSION = PolicyVersion(0, 0)
 _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ALIGNMENT = 8
+_PAGE = 4096  # bytes of a labelled header are a multiple: what follows can be mapped and pinned
+_BEFORE_LABEL = '{"__metadata__":{"format":"pt","version":"'
+LABEL_AT = 8 + len(_BEFORE_LABEL)
+"""Offset of the label in a file whose header has one."""
+LABEL_BYTES = 48  # two numbers of 64 bits and more; flush right, so that no part is a label
 
 
 def plan_layout(
@@ -86,9 +91,18 @@ def bucket_offsets(manifest: WeightManifest) -> list[int]:
     return list(accumulate((bucket.num_bytes for bucket in manifest.buckets), initial=0))[:-1]
 
 
-def safetensors_header(manifest: WeightManifest) -> bytes:
-    """Return the header that turns a version's bytes into a safetensors file."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def safetensors_header(manifest: WeightManifest, *, label: str | None = None) -> bytes:
+    """Return the header that turns a version's bytes into a safetensors file.
+
+    Args:
+        manifest: Layout of the version.
+        label: Label of the version in the header, which can be replaced in place: empty while the
+            file holds none. None leaves no room for one.
+    """
+    metadata = {"format": "pt"}
+    if label is not None:
+        metadata["version"] = label.rjust(LABEL_BYTES)
+    entries: dict[str, object] = {"__metadata__": metadata}
     offsets = tensor_offsets(manifest)
     for spec in manifest.tensors:
         at = offsets[spec.name]
@@ -98,5 +112,13 @@ def safetensors_header(manifest: WeightManifest) -> bytes:
             "data_offsets": (at, at + spec.num_bytes),
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    multiple = _ALIGNMENT if label is None else _PAGE
+    text += b" " * (-(8 + len(text)) % multiple)
     return len(text).to_bytes(8, "little") + text
+
+
+def label_in(head: bytes) -> str | None:
+    """Return the label in the first bytes of a file; None if its header has no room for one."""
+    if head[8:LABEL_AT] != _BEFORE_LABEL.encode():
+        return None
+    return head[LABEL_AT : LABEL_AT + LABEL_BYTES].decode(errors="replace").lstrip()

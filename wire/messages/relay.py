@@ -27,9 +27,8 @@ class OpenMemory(RelayMessage, frozen=True):
     """Serve the versions written here; ``whole`` names one already present."""
 
     epoch: Count
-    path: Text
+    paths: Several[Text]  # path of each slot
     layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
-    num_slots: Count
     whole: PolicyVersion | None = None
     slot: Count = 0  # slot of the whole version
     run_id: Name = ""  # id in the run folder's identity.json

@@ -152,6 +152,7 @@ class ReceiveVersion(BusMessage, frozen=True):
     command_id: Count
     manifest: WeightManifest
     path: Text = ""  # folder of the version; empty if it is to be fetched
+    mapped: Text = ""  # file that holds it on this host, labelled; not copied if it can be opened
     # Compute what the engine's checksums will be compared with: the relay lacks some tensors.
     is_checked: bool = False
     # Addresses of the buckets, by part of the version; the next one is used if one fails.
@@ -177,6 +178,7 @@ class EncodedReceive(BusMessage, frozen=True, tag=ReceiveVersion.__name__.lower(
     command_id: Count
     manifest: msgspec.Raw
     path: Text = ""
+    mapped: Text = ""
     is_checked: bool = False
     sources: Several[Several[BulkDoor]] = ()
     first_part: Count = 0

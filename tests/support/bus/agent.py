@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from slipstream.weightbus.agent import updates
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.wire.errors import EngineError
 from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection, relay_address
@@ -50,6 +52,10 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _unseen(path: Path, _manifest: WeightManifest) -> int:
+    raise FileNotFoundError(f"{path} is of another container")
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -102,7 +108,10 @@ def main() -> None:
     start_logging("agent")
     parser.add_argument("--manners", default="gloo")
     parser.add_argument("--key-file", type=Path, help="proved where a part is fetched")
+    parser.add_argument("--out-of-sight", action="store_true", help="of the learner's memory")
     arguments = parser.parse_args()
+    if arguments.out_of_sight:
+        updates.open_mapped = _unseen
     if arguments.manners == "nccl":
         nccl_manners.install()
     asyncio.run(serve(arguments))

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.weightbus.net import groups
 from slipstream.weightbus.version.engine_checksums import expected_checksums
+from slipstream.weightbus.version.mapped_file import watched
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
@@ -150,13 +151,18 @@ class BusEngine(EngineInSteps):
         assert not self._runs
         assert not self._is_open, "an update that a collective left open"
         self._fault("before_folder")
-        loaded = load_file(folder / "model.safetensors")
-        for index, (name, tensor) in enumerate(loaded.items()):
-            self.tensors[name] = tensor.clone()
-            if name == self.loads_wrongly:
-                self.tensors[name].zero_()
-            if index == 0:
-                self._fault("in_folder")
+        with watched(folder, folder.name) as difference:
+            if why := difference():
+                raise EngineError(why)
+            loaded = load_file(folder / "model.safetensors")
+            for index, (name, tensor) in enumerate(loaded.items()):
+                self.tensors[name] = tensor.clone()
+                if name == self.loads_wrongly:
+                    self.tensors[name].zero_()
+                if index == 0:
+                    self._fault("in_folder")
+            if why := difference():
+                raise EngineError(why)
 
     async def checksums(self) -> dict[str, str]:
         self._fault("checksums")

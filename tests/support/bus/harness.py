@@ -203,7 +203,13 @@ class WeightBus:
     # ---- agents --------------------------------------------------------------
 
     def start(self, name: str, transport: str = "collective", *more: str) -> None:
-        """Start an agent; an earlier one of this name has died."""
+        """Start an agent; an earlier one of this name has died.
+
+        Over "tcp" it fetches; "mapped" is tcp of an agent that sees the learner's memory.
+        """
+        if transport == "tcp":
+            more = (*more, "--out-of-sight")
+        transport = "tcp" if transport == "mapped" else transport
         if name in self.agents:
             self.agents.pop(name).wait(HANG_S)
         self.agents[name] = self._start(

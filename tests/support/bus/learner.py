@@ -54,7 +54,7 @@ def main() -> None:
     part_of = {name: number % arguments.parts for number, name in enumerate(sizes_of)}
     layout = plan_layout(specs, bucket_bytes=arguments.bucket_bytes, part_of=part_of)
     layouts = [part_layout(layout, part) for part in range(arguments.parts)]
-    memories = [SharedSlots.make(slot_bytes=one.num_bytes, num_slots=NUM_SLOTS) for one in layouts]
+    memories = [SharedSlots.make(one, num_slots=NUM_SLOTS) for one in layouts]
     folder, epoch, door = arguments.folder, arguments.epoch, HeadDoor(HashStore())
     launch = launch_of(arguments)
     run = RunSection(socket_dir=str(folder / "sockets"))
@@ -71,9 +71,9 @@ def main() -> None:
         link = loop.run(make())
         loop.start(link.run())
         for part, memory in zip(parts, memories[1:], strict=True):
-            part.open(memory.path, layout, epoch=epoch, run_id="")
+            part.open(memory.paths, layout, epoch=epoch, run_id="")
         keys = [part.public for part in parts]
-        loop.run(link.open(memories[0].path, layout, epoch=epoch, part_keys=keys))
+        loop.run(link.open(memories[0].paths, layout, epoch=epoch, part_keys=keys))
         _print("ready")
         for line in sys.stdin:
             word, _, step = line.strip().partition(" ")
@@ -83,17 +83,18 @@ def main() -> None:
             slot = loop.run(link.reserve())
             for part in parts:
                 part.writing(slot)
-            views = {
-                name: view
-                for one, memory in zip(layouts, memories, strict=True)
-                for name, view in tensor_views(one, memory.slot(slot)).items()
-            }
-            tensors = random_tensors(seed=version.step, **sizes)
-            for number, (name, tensor) in enumerate(tensors.items(), 1):
-                views[name].copy_(tensor)
-                if word == "half" and number == len(memories):  # each host has written some
-                    _print("half")
-                    sys.stdin.readline()
+            with memories[0].writing(slot, version):
+                views = {
+                    name: view
+                    for one, memory in zip(layouts, memories, strict=True)
+                    for name, view in tensor_views(one, memory.slot(slot)).items()
+                }
+                tensors = random_tensors(seed=version.step, **sizes)
+                for number, (name, tensor) in enumerate(tensors.items(), 1):
+                    views[name].copy_(tensor)
+                    if word == "half" and number == len(memories):  # each host has written some
+                        _print("half")
+                        sys.stdin.readline()
             for part in parts:
                 part.written(version, slot)
             loop.run(link.written(version, slot))

@@ -39,10 +39,15 @@ class Published:
         *,
         bucket_bytes: int,
         epoch: int = 1,
+        is_in_sight: bool = True,
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
         **settings: Any,  # noqa: ANN401 as WeightBusSection
     ) -> None:
-        """Begin an epoch with tensors of these shapes, and ``settings`` of [weightbus]."""
+        """Begin an epoch with tensors of these shapes, and ``settings`` of [weightbus].
+
+        Engines fetch versions if the memory is not ``is_in_sight`` for them.
+        """
+        self._is_in_sight = is_in_sight
         section = WeightBusSection(
             timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S, **settings
         )
@@ -68,20 +73,19 @@ class Published:
         self.epoch = epoch
         specs = [tensor_spec(*item) for item in tensors.items()]
         self._layout = plan_layout(specs, bucket_bytes=self._bucket_bytes)
-        self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
-        self.versions.open(
-            OpenMemory(
-                epoch=epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
-        )
+        self._memory = SharedSlots.make(self._layout, num_slots=NUM_SLOTS)
+        self.versions.open(OpenMemory(epoch=epoch, paths=self._memory.paths, layout=self._layout))
 
     def write(
         self, step: int, tensors: Mapping[str, Tensor], probe: ProbeLogprobs | None = None
     ) -> PolicyVersion:
         version, slot = PolicyVersion(self.epoch, step), self.versions.reserve(self.epoch)
-        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(tensors[name])
+        with self._memory.writing(slot, version) as memory:
+            for name, view in tensor_views(self._layout, memory).items():
+                view.copy_(tensors[name])
         self.versions.written(self.epoch, slot, version, probe)
+        if not self._is_in_sight and (publication := self.versions.find(version)) is not None:
+            publication.path = "/proc/0/fd/0"
         return version
 
     async def record_of(self, version: PolicyVersion) -> PublishRecord:

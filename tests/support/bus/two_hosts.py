@@ -77,17 +77,11 @@ class TwoHosts:
         self.records.append(record)
 
     def _open(self, versions: Versions, part: int) -> SharedSlots:
-        size = part_layout(self._layout, part).num_bytes
-        memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
+        memory = SharedSlots.make(part_layout(self._layout, part), num_slots=NUM_SLOTS)
         keys = (self.key.public,) if part == 0 else ()
         versions.open(
             OpenMemory(
-                epoch=EPOCH,
-                path=memory.path,
-                layout=self._layout,
-                num_slots=NUM_SLOTS,
-                part=part,
-                part_keys=keys,
+                epoch=EPOCH, paths=memory.paths, layout=self._layout, part=part, part_keys=keys
             )
         )
         return memory

@@ -20,7 +20,6 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
@@ -88,9 +87,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, orde
         probes.append(msgspec.to_builtins(found))
         torch.distributed.barrier()
         if rank == 0:
-            memory = SharedSlots.open(
-                writer.path, slot_bytes=writer.layout.num_bytes, num_slots=NUM_SLOTS
-            )
+            memory = SharedSlots.open(writer.paths, writer.layout)
             views = tensor_views(writer.layout, memory.slot(0))
             save_file({n: v.clone() for n, v in views.items()}, work / f"{step}.safetensors")
         torch.distributed.barrier()

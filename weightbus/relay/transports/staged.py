@@ -29,6 +29,14 @@ class Staged(Transport):
         """
         raise NotImplementedError
 
+    def mapped(
+        self,
+        publication: Publication,  # noqa: ARG002 for subclasses
+        member: Member,  # noqa: ARG002
+    ) -> str:
+        """Return the file of this host's memory for an agent; empty if it is to get a copy."""
+        return ""
+
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
         """Let the agents receive the version from their sources."""
@@ -42,6 +50,7 @@ class Staged(Transport):
                     command_id=n,
                     manifest=manifest,
                     path=path,
+                    mapped=self.mapped(publication, member),
                     is_checked=member.is_checked and not publication.is_whole,
                     sources=sources,
                     first_part=member.first_part,
@@ -70,6 +79,12 @@ class OverTcp(Staged):
     @override
     async def path(self, publication: Publication, member: Member) -> str:
         return ""
+
+    @override
+    def mapped(self, publication: Publication, member: Member) -> str:
+        """Return the slot for an engine of this host; adapters are few bytes."""
+        is_near = not member.key and publication.is_whole
+        return publication.path if is_near and not publication.has_adapters else ""
 
     @override
     async def _sources(self, publication: Publication, member: Member) -> Sources:

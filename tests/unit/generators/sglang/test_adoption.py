@@ -15,9 +15,15 @@ from slipstream.generators.sglang.adoption import (
     AdoptionOrder,
     adopt_in_scheduler,
     folder_to_load,
+    load_whole_versions,
 )
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.model_files import WEIGHTS
 
-ORDER = AdoptionOrder(steps=("load",), version="v1.2", pause="retract", digest="", num_ranks=2)
+ORDER = AdoptionOrder(steps=("load",), version="v1.2", pause="retract", digest="", num_ranks=1)
 
 
 @pytest.fixture
@@ -80,3 +86,42 @@ def test_ranks_find_no_weights_where_their_host_does_not_have_the_version(
     named, received = ("/of/node/0", str(tmp_path)) if is_of_another_host else (tmp_path, "")
     assert folder_to_load(f"{named}/v1.2", received) == str(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("when", ["before", "within", "never"])
+def test_a_rank_refuses_the_learners_memory_if_it_was_overwritten_before_the_load_ended(
+    module: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    when: str,
+    is_hidden: bool,
+):
+    monkeypatch.delenv(RECEIVED_VARIABLE, raising=False)
+    memory = SharedSlots.make(
+        plan_layout([TensorSpec("w", "float32", (25,))], bucket_bytes=100), num_slots=1
+    )
+    memory.label(0, PolicyVersion(1, 2) if when != "before" else PolicyVersion(1, 5))
+    (tmp_path / WEIGHTS).symlink_to(memory.paths[0])
+    load = module.SchedulerWeightUpdaterManager.update_weights_from_disk
+
+    def overwritten(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
+        if when == "within":
+            memory.label(0, None)
+        if is_hidden:
+            (tmp_path / WEIGHTS).unlink()
+        return load(self, recv_req)
+
+    monkeypatch.setattr(
+        module.SchedulerWeightUpdaterManager, "update_weights_from_disk", overwritten
+    )
+    load_whole_versions(module)
+    adopt_in_scheduler(module)
+    manager = module.SchedulerWeightUpdaterManager()
+    order = Answer(manifest=msgspec.to_builtins(ORDER), model_path=str(tmp_path))
+    output = manager.update_weights_from_disk(order)
+    assert output.success == (when == "never")
+    assert len(manager.loaded) == (when != "before")
+    if not output.success:
+        assert output.message.startswith("load: the learner's memory holds ")
+    memory.close()

@@ -44,7 +44,7 @@ async def starting(
     file = folder / "pid"
     launch = RelayLaunch(environment={"PYTHONPATH": str(folder), "PID": str(file)})
     link = RelayLink(f"ipc://{folder}/relay", launch, on_door=on_door)
-    await link.open("/proc/1/fd/3", LAYOUT, epoch=1, part=1)
+    await link.open(["/proc/1/fd/3"] * 3, LAYOUT, epoch=1, part=1)
     running = asyncio.create_task(link.run())
     try:
         await until_async(lambda: file.exists() and file.read_text().endswith("\n"))
@@ -128,7 +128,8 @@ async def test_a_store_that_does_not_answer_delays_no_publish_and_gets_the_newes
             )
             at = itertools.chain(doors[1:], itertools.repeat(doors[-1]))
             for _ in doors:
-                await link.open("/proc/1/fd/3", LAYOUT, epoch=1)  # answered while the store is not
+                # Answered while the store is not.
+                await link.open(["/proc/1/fd/3"] * 3, LAYOUT, epoch=1)
                 assert await link.reserve() == 1
             answers.set()
             await until_async(lambda: len(told) > 1)

@@ -18,7 +18,6 @@ from slipstream.weightbus.version.disk import (
     remove_copies,
     write_version,
 )
-from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.versions import PolicyVersion
@@ -189,28 +188,3 @@ def test_a_disk_that_refuses_is_named_with_its_setting(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PublishError, match=r"cannot write v1\.1 .*weightbus\.folder"):
         write(tmp_path / "file", snapshot())
-
-
-# ---- the learner's memory ------------------------------------------------------
-
-
-def test_another_mapping_sees_what_is_written_and_keeps_it_after_the_writer_has_gone():
-    memory = SharedSlots.make(slot_bytes=100, num_slots=3)
-    mapped = SharedSlots.open(memory.path, slot_bytes=100, num_slots=3)
-    memory.slot(1).fill_(7)
-    assert mapped.slot(1).tolist() == [7] * 100
-    assert mapped.slot(0).sum() == mapped.slot(2).sum() == 0
-    path = memory.path
-    memory.close()
-    assert mapped.slot(1).tolist() == [7] * 100
-    with pytest.raises(PublishError, match="cannot map the weights at"):
-        SharedSlots.open(path, slot_bytes=100, num_slots=3)
-    mapped.close()
-
-
-def test_a_memory_of_another_size_is_refused():
-    memory = SharedSlots.make(slot_bytes=100, num_slots=3)
-    with pytest.raises(PublishError, match="expected"):
-        SharedSlots.open(memory.path, slot_bytes=100, num_slots=2)
-    assert Path(memory.path).stat().st_size == 3 * 2 * 1024 * 1024
-    memory.close()

@@ -41,8 +41,8 @@ class Relay:
     def __init__(self, folder: Path, **settings: float) -> None:
         self.versions = Versions(folder)
         self.deltas = Deltas(self.versions, of(**settings))
-        self._memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
-        self.versions.open(OpenMemory(epoch=1, path=self._memory.path, layout=LAYOUT, num_slots=3))
+        self._memory = SharedSlots.make(LAYOUT, num_slots=3)
+        self.versions.open(OpenMemory(epoch=1, paths=self._memory.paths, layout=LAYOUT))
         self._bytes = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
     def publish(self, step: int, *, count: int = 1) -> None:
@@ -193,14 +193,12 @@ class PartOf(Relay):
         first, second = LAYOUT.buckets
         buckets = (first, msgspec.structs.replace(second, part=1))
         layout = msgspec.structs.replace(LAYOUT, buckets=buckets)
-        size = part_layout(layout, 1).num_bytes
+        own = part_layout(layout, 1)
         self.versions = Versions(folder)
         self.deltas = Deltas(self.versions, of(), holds=False)
-        self._memory = SharedSlots.make(slot_bytes=size, num_slots=3)
-        self.versions.open(
-            OpenMemory(epoch=1, path=self._memory.path, layout=layout, num_slots=3, part=1)
-        )
-        self._bytes = torch.zeros(size, dtype=torch.uint8)
+        self._memory = SharedSlots.make(own, num_slots=3)
+        self.versions.open(OpenMemory(epoch=1, paths=self._memory.paths, layout=layout, part=1))
+        self._bytes = torch.zeros(own.num_bytes, dtype=torch.uint8)
 
     def publish(self, step: int, *, count: int = 1) -> None:
         self._bytes[:count] ^= step

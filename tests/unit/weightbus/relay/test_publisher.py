@@ -52,16 +52,9 @@ async def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another
 ):
     parts = LosingParts(relay="head", timeout_s=NEVER_S)
     versions = Versions(tmp_path, parts=parts)
-    memory = SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
+    memory = SharedSlots.make(LAYOUT, num_slots=3)
     versions.open(
-        OpenMemory(
-            epoch=1,
-            path=memory.path,
-            layout=LAYOUT,
-            num_slots=3,
-            whole=VERSION,
-            part_keys=("a-key",),
-        )
+        OpenMemory(epoch=1, paths=memory.paths, layout=LAYOUT, whole=VERSION, part_keys=("a-key",))
     )
     door = BulkDoor(endpoint="tcp://10.0.0.2:5600", key="k")
     versions.heard(

@@ -20,14 +20,12 @@ LAYOUT = plan_layout([TensorSpec("w", "float32", (4,))], bucket_bytes=64)
 
 
 def memory() -> SharedSlots:
-    return SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
+    return SharedSlots.make(LAYOUT, num_slots=3)
 
 
 def shown(slots: SharedSlots, epoch: int, step: int, slot: int = 0) -> OpenMemory:
     whole = PolicyVersion(epoch, step)
-    return OpenMemory(
-        epoch=epoch, path=slots.path, layout=LAYOUT, num_slots=3, whole=whole, slot=slot
-    )
+    return OpenMemory(epoch=epoch, paths=slots.paths, layout=LAYOUT, whole=whole, slot=slot)
 
 
 def test_another_memory_of_a_known_epoch_is_refused_and_nothing_changes(tmp_path: Path):
@@ -36,7 +34,7 @@ def test_another_memory_of_a_known_epoch_is_refused_and_nothing_changes(tmp_path
     with pytest.raises(PublishError, match="epoch 1 was granted twice"):
         versions.open(shown(other, 1, 4))
     with pytest.raises(PublishError, match="epoch 1 was granted twice"):
-        versions.open(OpenMemory(epoch=1, path="/proc/0/fd/9", layout=LAYOUT, num_slots=3))
+        versions.open(OpenMemory(epoch=1, paths=("/proc/0/fd/9",) * 3, layout=LAYOUT))
     assert versions.newest == PolicyVersion(1, 3)
 
 

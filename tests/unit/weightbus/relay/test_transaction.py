@@ -162,3 +162,16 @@ def test_an_engine_with_other_checksums_is_left_out(checksums: dict[str, str], w
     assert record.failed["g0"].startswith(why)
     assert list(record.adopted_by) == ["g1"]
     assert list(record.engine_digests) == ["g1"]
+
+
+def test_a_relay_that_cannot_compute_what_engines_must_hold_leaves_them_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fails(tensors: object, of: EngineLayout | None = None) -> dict[str, str]:
+        del tensors, of
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "expected_of_version", fails)
+    record = publish(Agent(agrees))
+    assert record.failed["g0"].endswith("cannot be computed: CUDA out of memory")
+    assert not record.adopted_by
