@@ -46,7 +46,7 @@ class Staging:
 
         ``uses_deltas`` keeps each version as the base of the next.
         """
-        self.fetched_bytes = 0  # count of the last ``receive``
+        self.fetched_bytes = 0  # count of the version that came last
         self.num_refused_deltas = 0
         self.may_be_read = False  # an engine may read it: the next version gets other memory
         self._uses_deltas = uses_deltas
@@ -71,6 +71,7 @@ class Staging:
         link leads to the file.
         """
         self._hide()
+        self.fetched_bytes = 0
         self._elsewhere = descriptor
         return self._show(version, Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
 

@@ -232,7 +232,6 @@ class EngineUpdates:
 
     async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         """Get a version on every host of the engine; return the folder of this one."""
-        self._staging.fetched_bytes = 0
         if self._others is None:
             mapped = await self._map(command) if command.mapped else None
             return mapped or await self._fetch_here(command, fetcher)
