@@ -22,8 +22,10 @@ from benchmarks.weightbus.learner_side import measure_stall, measure_steps
 from benchmarks.weightbus.many_members import measure_many
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, QUICK, SMOLLM2, Sizes
 from benchmarks.weightbus.plain_bulk import measure_plain
+from benchmarks.weightbus.predicted import predicted_s
 from benchmarks.weightbus.rebuild import TIMEOUT_S, measure_rebuild
 from benchmarks.weightbus.served import (
+    EndToEnd,
     Server,
     measure_control,
     measure_end_to_end,
@@ -41,6 +43,7 @@ NEEDS_LATE_JOIN = 1.3
 NEEDS_CONTROL_MS = 15.0
 NEEDS_MANY_CPU_S = 0.5
 NEEDS_PROBE_SHARE = 0.01
+NEEDS_PREDICTED = 0.15
 PUBLISH_EVERY_S = 10.0
 NEEDS_PLAIN_SHARE = 0.5
 MANY = 1_000
@@ -165,7 +168,8 @@ class Bench:
             return
         _show("served: SGLang starts with 135M parameters")
         with sglang(smollm2=True) as server:
-            self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
+            figures = self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
+            self._predicted(figures)
             self._probe(server, "135M parameters in bfloat16", "probe_135m")
 
     def _control(self, server: Server) -> None:
@@ -178,7 +182,9 @@ class Bench:
             f"{1e3 * figures.scheduler_call_s:.2f} (HTTP alone {1e3 * figures.call_s:.2f})",
         )
 
-    def _end_to_end(self, server: Server, name: str, *, epoch: int, has_bars: bool = False) -> None:
+    def _end_to_end(
+        self, server: Server, name: str, *, epoch: int, has_bars: bool = False
+    ) -> EndToEnd:
         _show(f"end to end: {name}")
         rounds = 3 if self._quick else 21 if has_bars else 7
         figures = measure_end_to_end(server, rounds=rounds, epoch=epoch)
@@ -193,6 +199,19 @@ class Bench:
         for transport in ("collective", "tcp", "mapped") if has_bars else ():
             control_ms = 1e3 * statistics.median(figures.seconds[transport])
             self.bars.at_most(f"control_{transport}", control_ms, "ms", needs=NEEDS_CONTROL_MS)
+        return figures
+
+    def _predicted(self, figures: EndToEnd) -> None:
+        """Compare publishes with the plan's law, given how fast this machine does each part."""
+        median_s = {way: statistics.median(seconds) for way, seconds in figures.seconds.items()}
+        for transport in ("tcp", "mapped"):
+            law_s = predicted_s(figures.num_bytes, median_s, is_mapped=transport == "mapped")
+            self._row(
+                f"{transport}, predicted and measured: ms",
+                f"{1e3 * law_s:.0f}, {1e3 * median_s[transport]:.0f}",
+            )
+            error = abs(law_s / median_s[transport] - 1)
+            self.bars.at_most(f"predicted_{transport}", error, "off", needs=NEEDS_PREDICTED)
 
     def _probe(self, server: Server, name: str, bar: str) -> None:
         seconds = measure_probe(server, rounds=3 if self._quick else 21)

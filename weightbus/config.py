@@ -74,8 +74,9 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
     port after it. They need keys. Empty disables it."""
     connections: NumConnections = 0
-    """Connections over which an agent fetches buckets from each place that has some; 0 is 1 on the
-    learner's host and 4 from others, as one core encrypts a connection."""
+    """Connections over which an agent fetches buckets from each place that has some, and threads of
+    a relay for them, as one core encrypts a connection. 0 is 1 on the learner's host; between hosts
+    it is an eighth of the cores, at least 4 and at most 16."""
     forward: str = ""
     """Where a generator on another host serves buckets that it received to the next one, as
     `weightbus.fanout` has it: tcp://ADDRESS:PORT, 0 for any port. Empty: nobody fetches from it."""

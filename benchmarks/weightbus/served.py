@@ -24,6 +24,7 @@ from typing_extensions import override
 from benchmarks.weightbus.figures import loss_beyond_pause, pause_s
 from benchmarks.weightbus.light_bus import copy_checked
 from benchmarks.weightbus.model import BUCKET_BYTES
+from benchmarks.weightbus.predicted import Parts, timed
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
@@ -324,7 +325,7 @@ class EndToEnd:
 
 
 def measure_end_to_end(server: Server, *, rounds: int, epoch: int) -> EndToEnd:
-    """Publish over each transport, and move the same bytes in the two plain ways in between."""
+    """Publish over each transport, and move the same bytes in plain ways in between."""
     figures = EndToEnd()
     for number, transport in enumerate(TRANSPORTS):
         asyncio.run(_end_to_end(server, transport, rounds, epoch + number, figures))
@@ -337,14 +338,19 @@ async def _end_to_end(
     async with served_bus(server, transport, epoch) as bus:
         figures.num_bytes = bus.layout.num_bytes
         records = []
+        parts = Parts(bus.tensors)
+        ways = parts.ways | {
+            "shared memory": lambda: _memory_copy(bus.tensors),
+            "safetensors": lambda: _save_and_load(bus.tensors),
+        }
         for _ in range(rounds):
             seconds, record = await bus.publish()
             figures.seconds.setdefault(transport, []).append(seconds)
             records.append(record)
-            for name, way in (("shared memory", _memory_copy), ("safetensors", _save_and_load)):
-                began_s = time.monotonic()
-                await asyncio.to_thread(way, bus.tensors)
-                figures.seconds.setdefault(name, []).append(time.monotonic() - began_s)
+            for name, way in ways.items():
+                spent = await asyncio.to_thread(timed, way)
+                figures.seconds.setdefault(name, []).append(spent)
+        parts.close()
         figures.phases[transport] = {
             phase: statistics.median(record.phase_seconds[phase] for record in records)
             for phase in records[0].phase_seconds

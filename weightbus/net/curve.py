@@ -25,6 +25,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.pieces import PIECE_BYTES
 from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
+from slipstream.wire.process.processes import spare_cores
 
 _log = logging.getLogger(__name__)
 _DOMAIN = "slipstream-weights"
@@ -32,7 +33,7 @@ _HEARTBEAT_MS = 2_000  # interval on a connection: notices a host that is gone
 _DEAD_AFTER_MS = 10_000
 _KEEPALIVE_S = 10  # used instead where buckets would delay heartbeats
 MAX_WAITING = 8  # buckets requested by a peer and not read by it
-_FAR_CONNECTIONS = 4  # connections to a door on another host: one core encrypts each
+_LEAST_FAR, _MOST_FAR = 4, 16  # connections to a door on another host: one core encrypts each
 FETCH_AHEAD = 2  # buckets that an agent requests at a time on a connection
 MAX_BYTES = 16 << 20  # largest message of an agent, in pieces: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # largest request for a bucket
@@ -306,8 +307,14 @@ class LeaderListener(KeyedListener):
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:
-    """Return how many connections carry buckets: ``wanted``, or a suitable number if that is 0."""
-    return wanted or (_FAR_CONNECTIONS if is_far else 1)
+    """Return how many connections carry buckets, each with a thread.
+
+    ``wanted``, or if that is 0 a suitable number: one on this host, to others an eighth of the
+    cores that this process may use, at least 4 and at most 16.
+    """
+    if wanted or not is_far:
+        return wanted or 1
+    return spare_cores(least=_LEAST_FAR, most=_MOST_FAR)
 
 
 def proved(frame: zmq.Frame) -> str:

@@ -13,6 +13,9 @@ from slipstream.weightbus.version.digests import DigestKind, digest_of
 from slipstream.weightbus.version.layout import bucket_offsets, part_layout, tensor_offsets
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.processes import spare_cores
+
+_LEAST_THREADS, _MOST_THREADS = 2, 16  # threads that compute digests
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class WeightSnapshot:
         start = self._bucket_offsets[index]
         return self.memory[start : start + self.layout.buckets[index].num_bytes]
 
-    def digests(self, kind: DigestKind = "xxh3", *, threads: int = 2) -> dict[str, str]:
-        """Return the digest of each tensor of the part."""
+    def digests(self, kind: DigestKind = "xxh3") -> dict[str, str]:
+        """Return the digest of each tensor of the part, computed on an eighth of the cores."""
         flat = self.memory.numpy().data
         offsets = tensor_offsets(self._own)
 
@@ -51,7 +54,7 @@ class WeightSnapshot:
             start = offsets[spec.name]
             return spec.name, digest_of(flat[start : start + spec.num_bytes], kind)
 
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(spare_cores(least=_LEAST_THREADS, most=_MOST_THREADS)) as pool:
             return dict(pool.map(digest, self._own.tensors))
 
     @cached_property

@@ -64,6 +64,11 @@ def raise_descriptor_limit(least: int) -> int:
     return max(soft, most)
 
 
+def spare_cores(*, least: int, most: int) -> int:
+    """Return an eighth of the cores that this process may use, within limits."""
+    return min(max(len(os.sched_getaffinity(0)) // 8, least), most)
+
+
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold the lock on a file; the kernel releases it when this process ends.

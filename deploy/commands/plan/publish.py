@@ -1,8 +1,8 @@
 """Cost of publishing a version of some GB, in seconds, bytes and messages.
 
-Computed from sizes and rates that are given, not measured (deploy/predict/laws/publish_cost.py):
-what a network allows at its full rate. Hosts of the learner hold equal parts of a version. Columns
-are sizes of a version; rows name their unit.
+Computed from sizes, from links at their full rate, and from what digests and sockets were measured
+to do on a CPU; loads and checks of a GPU are assumed (deploy/predict/laws/publish_cost.py). Hosts
+of the learner hold equal parts of a version. Columns are sizes of a version; rows name their unit.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
+from slipstream.deploy.predict.laws.publish_cost import Cost, Rates, Setup, cost_of
 from slipstream.deploy.predict.size.options import refuse_numbers
 from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.weightbus.config import WeightBusSection
@@ -22,11 +22,21 @@ from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table, section
 
 GB = 1e9
-SIZES = {"8B bf16": 16.0, "235B bf16": 470.0, "671B bf16": 1342.0, "671B fp8": 671.0}  # GB
+SIZES = {
+    "8B bf16": 16.0,
+    "70B bf16": 141.0,
+    "235B bf16": 470.0,
+    "671B bf16": 1342.0,
+    "671B fp8": 671.0,
+}  # GB
 _ROWS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("learner's stall, s", lambda c: c.stall_s),
+    ("digests of a learner host, s", lambda c: c.digest_s),
     ("until the last engine has it, s", lambda c: c.receive_s),
-    ("an engine's pause, s", lambda c: c.pause_s),
+    ("what engines must hold, meanwhile, s", lambda c: c.expect_s),
+    ("an engine's load, s", lambda c: c.load_s),
+    ("an engine's check, s", lambda c: c.check_s),
+    ("until the last engine runs it, s", lambda c: c.total_s),
     ("digests of an engine host, core-s", lambda c: c.digest_core_s),
     ("slots of a learner host, GB", lambda c: c.slot_bytes / GB),
     ("from each learner host, GB", lambda c: c.learner_host_bytes / GB),
@@ -95,6 +105,7 @@ def columns(arguments: argparse.Namespace) -> list[Column]:
         connections=bus.connections or Setup.connections,
         is_staged=not TRANSPORTS[transport].writes_live,
         delta_share=arguments.delta,
+        rates=Rates.of(bus),
     )
     sizes = {f"{size:g} GB": size for size in arguments.version_gb} or SIZES
     return [

@@ -184,10 +184,11 @@ def _print_publishes(
     laws = {
         "learner's stall": ("stall_s", "bytes / (GPUs of the learner x PCIe)"),
         "until the last engine has it": (
-            "receive_s",
-            "bytes of a learner's or an engines' host / its NICs, hops of a chain",
+            "arrival_s",
+            "digests of a learner's host; then its bytes or an engines' host's / its NICs or "
+            "sockets, hops of a chain",
         ),
-        "an engine's pause": ("pause_s", "bytes / (GPUs of an engine x PCIe)"),
+        "an engine's pause": ("pause_s", "bytes / (GPUs of an engine x a load's rate), its check"),
     }
     for what, (name, law) in laws.items():
         table.add_row(what, *(f"{getattr(cost, name):.2f}" for cost in publishes.values()), law)

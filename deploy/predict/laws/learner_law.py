@@ -73,4 +73,4 @@ class PublishLaw:
     @classmethod
     def of(cls, cost: Cost) -> Self:
         """Return the law of a publish that is staged on the engines' hosts."""
-        return cls(stall_s=cost.stall_s, transfer_s=cost.receive_s, pause_s=cost.pause_s)
+        return cls(stall_s=cost.stall_s, transfer_s=cost.arrival_s, pause_s=cost.pause_s)

@@ -1,21 +1,48 @@
 """Pure: the cost of publishing one version, in seconds, bytes, messages and copies.
 
 Hosts of the learner hold equal parts of a version, each rank of an engine its slice. Seconds assume
-links at full rate and otherwise idle hosts.
+links at full rate, the rates of ``Rates``, and otherwise idle hosts.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Self
+
+from slipstream.weightbus.config import WeightBusSection
 
 STAGED_COMMANDS = 2  # Receive, Adopt
 LIVE_COMMANDS = 3  # Offer, Pause, Commit; and LoadBucket for each bucket
-DIGEST_BYTES_S = 11e9  # xxh3-128 on one core
 SLOTS = 3  # slots in a learner host's memory
+_WIRE = {"encrypted": 0.82e9, "plain": 2.7e9}  # bytes per second, by ``weightbus.bulk``
+_DIGEST = {"xxh3": 11e9, "keyed": 5.7e9, "blake2b": 1.4e9}  # rate of a core
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second of what a publish does but for the links.
+
+    Wire and digests are measured on a CPU (docs/performance.md). The others are assumed: nothing of
+    them is measured on a GPU.
+    """
+
+    wire: float = _WIRE["encrypted"]  # rate of a connection, with a core at each end
+    digest: float = _DIGEST["xxh3"]  # rate of a core
+    expect: float = 50e9  # rate of a learner host, through one GPU
+    load: float = 8e9  # rate of each GPU of an engine, from memory that is not pinned
+    check: float = 1e12  # rate of each GPU of an engine over its weights
+
+    @classmethod
+    def of(cls, bus: WeightBusSection) -> Self:
+        """Return the rates under these settings."""
+        return cls(wire=_WIRE[bus.bulk], digest=_DIGEST[bus.digest_kind])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Sizes of publisher and receivers. Rates are in bytes per second."""
+    """Sizes of publisher and receivers; numbers of threads are those of hosts with 128 cores.
+
+    Rates are in bytes per second.
+    """
 
     version_bytes: float
     learner_hosts: int = 1  # each holds and sends its part
@@ -27,9 +54,11 @@ class Setup:
     fanout: int = 0  # engine hosts that fetch from the learner's hosts; 0 for all
     bucket_bytes: float = 64 * 2**20
     buckets: int | None = None  # number in the version; None to compute it
-    connections: int = 4  # buckets on their way to an engine host at a time
+    connections: int = 16  # number to an engine host, and of threads of a learner host
     is_staged: bool = True  # received while the engine runs, then loaded
     delta_share: float = 1.0  # share of a version's bytes that travel
+    digest_threads: int = 16  # number on a learner host
+    rates: Rates = Rates()
 
     @property
     def heads(self) -> int:
@@ -50,8 +79,11 @@ class Cost:
     """Cost of one publish. Bytes are those of tensors, without message framing."""
 
     stall_s: float  # learner's pause: copy from its GPUs to its hosts' memory
-    receive_s: float  # until the last engine host has the version
-    pause_s: float  # engine's pause
+    digest_s: float  # digests of the bytes, before any leaves
+    receive_s: float  # until the last engine host has the version, from the first byte on
+    expect_s: float  # computing what engines must hold, meanwhile
+    load_s: float  # load of an engine, which pauses for it
+    check_s: float  # checksums of an engine, likewise
     digest_core_s: float  # seconds of a core on each engine host
     slot_bytes: float  # memory of each learner host
     learner_host_bytes: float  # bytes sent by each learner host
@@ -61,25 +93,50 @@ class Cost:
     bucket_requests: int  # each with one answer
     copied_bytes: float  # copies of the bus within all engine hosts, before engines load
 
+    @property
+    def arrival_s(self) -> float:
+        """Seconds from the written version until the last engine may adopt it."""
+        return self.digest_s + max(self.receive_s, self.expect_s)
+
+    @property
+    def pause_s(self) -> float:
+        """An engine's pause in seconds."""
+        return self.load_s + self.check_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the learner's copy until the last engine runs the version."""
+        return self.stall_s + self.arrival_s + self.pause_s
+
 
 def cost_of(setup: Setup) -> Cost:
-    """Return the cost of a publish."""
-    version, engines = setup.version_bytes, setup.engine_hosts
+    """Return the cost of a publish.
+
+    A staged version travels over ``connections`` of each engine host, and over as many threads of
+    each learner host. A live one moves in a collective, while the engine is paused.
+    """
+    version, engines, rates = setup.version_bytes, setup.engine_hosts, setup.rates
+    part = version / setup.learner_hosts
     host_bytes_s = setup.nics * setup.nic_bytes_s
+    if setup.is_staged:
+        host_bytes_s = min(host_bytes_s, setup.connections * rates.wire)
     travels = version * setup.delta_share
     behind = engines - setup.heads
     depth = math.ceil(engines / setup.heads)
     leaves = setup.heads * travels / setup.learner_hosts
     hop_s = setup.connections * setup.bucket_bytes * setup.delta_share / host_bytes_s
     receive_s = max(travels, leaves) / host_bytes_s + (depth - 1) * hop_s
-    load_s = version / (setup.gpus * setup.pcie_bytes_s)
+    expect_s = part / rates.expect
     per_engine = STAGED_COMMANDS if setup.is_staged else LIVE_COMMANDS + setup.num_buckets
     return Cost(
-        stall_s=version / (setup.learner_hosts * setup.gpus * setup.pcie_bytes_s),
-        receive_s=receive_s,
-        pause_s=load_s if setup.is_staged else receive_s,
-        digest_core_s=version / DIGEST_BYTES_S,
-        slot_bytes=SLOTS * version / setup.learner_hosts,
+        stall_s=part / (setup.gpus * setup.pcie_bytes_s),
+        digest_s=part / (setup.digest_threads * rates.digest) if setup.is_staged else 0.0,
+        receive_s=receive_s if setup.is_staged else 0.0,
+        expect_s=expect_s if setup.is_staged else 0.0,
+        load_s=version / (setup.gpus * rates.load) if setup.is_staged else max(receive_s, expect_s),
+        check_s=version / (setup.gpus * rates.check),
+        digest_core_s=version / rates.digest,
+        slot_bytes=SLOTS * part,
         learner_host_bytes=leaves,
         relayed_bytes=setup.heads * travels,
         forwarded_bytes=behind * travels,

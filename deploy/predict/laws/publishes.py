@@ -7,7 +7,8 @@ each loads a whole version over its own GPUs' PCIe.
 from dataclasses import replace
 
 from slipstream.deploy.predict.laws.gpus import Cluster
-from slipstream.deploy.predict.laws.publish_cost import Cost, Setup, cost_of
+from slipstream.deploy.predict.laws.publish_cost import Cost, Rates, Setup, cost_of
+from slipstream.weightbus.config import WeightBusSection
 
 
 def publish_cost(
@@ -17,9 +18,9 @@ def publish_cost(
     learner_gpus: int,
     engines: int,
     engine_ranks: int,
-    fanout: int,
+    bus: WeightBusSection,
 ) -> Cost:
-    """Return a publish's cost; ``fanout`` engines fetch from the learner's hosts, 0 for all."""
+    """Return a publish's cost under the settings of the weight bus."""
     size = cluster.gpus_per_host
     setup = Setup(
         version_bytes=version_bytes,
@@ -27,9 +28,12 @@ def publish_cost(
         engine_hosts=engines * cluster.hosts(engine_ranks),
         nics=cluster.nics,
         nic_bytes_s=cluster.nic_bytes_s,
-        gpus=min(size, engine_ranks),
+        gpus=engine_ranks,
         pcie_bytes_s=cluster.pcie_bytes_s,
-        fanout=fanout,
+        fanout=bus.fanout,
+        bucket_bytes=bus.bucket_bytes,
+        connections=bus.connections or Setup.connections,
+        rates=Rates.of(bus),
     )
     cost = cost_of(setup)
     on_a_host = min(engines, max(1, size // engine_ranks))
@@ -38,5 +42,4 @@ def publish_cost(
         cost,
         stall_s=version_bytes / (learner_gpus * cluster.pcie_bytes_s),
         receive_s=max(cost.receive_s, arrives_s),
-        pause_s=version_bytes / (engine_ranks * cluster.pcie_bytes_s),
     )

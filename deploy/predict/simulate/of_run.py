@@ -59,7 +59,7 @@ def scenario_of(
         learner_gpus=hardware.learner_gpus,
         engines=hardware.engines,
         engine_ranks=hardware.gpus_per_engine,
-        fanout=config.learner.weightbus.fanout,
+        bus=config.learner.weightbus,
     )
     return Scenario(
         steps=run.steps,

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from slipstream.deploy.predict.laws.engine_law import engine_law
 from slipstream.deploy.predict.laws.figure import Figure
 from slipstream.deploy.predict.laws.publish_cost import Cost
@@ -18,6 +20,7 @@ from slipstream.deploy.predict.size.pools import (
     closed_form,
 )
 from slipstream.deploy.predict.size.proposals import PlanRequest, Proposal, gpu_counts, proposals
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
@@ -65,7 +68,7 @@ def answer(asked: PlanRequest) -> RunPlan:
         )
     engines = [engine, *larger_engines(asked.hf, asked.config, asked.cluster, engine)]
     splits = _splits(asked, engines, [fitting[0] for fitting in by_count.values() if fitting])
-    best = splits[0].split
+    best, bus = splits[0].split, asked.config.learner.weightbus
     return RunPlan(
         parameters=_parameters(asked.hf),
         learner_memory=learner_memory(
@@ -76,8 +79,8 @@ def answer(asked: PlanRequest) -> RunPlan:
         fewest_gpus=min(layout.gpus for layout in layouts),
         layouts=layouts,
         publishes={
-            "star": _publish(asked, best, fanout=0),
-            "chain": _publish(asked, best, fanout=1),
+            "star": _publish(asked, best, replace(bus, fanout=0)),
+            "chain": _publish(asked, best, replace(bus, fanout=1, digests="auto")),
         },
         splits=splits,
     )
@@ -97,14 +100,14 @@ def _parameters(hf: HfConfig) -> list[Figure]:
     ]
 
 
-def _publish(asked: PlanRequest, split: Split, *, fanout: int) -> Cost:
+def _publish(asked: PlanRequest, split: Split, bus: WeightBusSection) -> Cost:
     return publish_cost(
         _WEIGHT * asked.hf.num_parameters,
         asked.cluster,
         learner_gpus=split.learner.gpus,
         engines=split.engines,
         engine_ranks=split.engine.ranks,
-        fanout=fanout,
+        bus=bus,
     )
 
 
@@ -121,7 +124,6 @@ def _splits(
         longest_response=sampling.max_response_tokens,
         max_sequences=asked.config.generators.generators.max_sequences,
     )
-    fanout = asked.config.learner.weightbus.fanout
     law = closed_form(
         demand,
         lambda size: engine_law(
@@ -131,7 +133,7 @@ def _splits(
             attention_groups=size.groups,
             memory_share=static_share(asked.config.generators.generators),
         ),
-        lambda split: _publish(asked, split, fanout=fanout),
+        lambda split: _publish(asked, split, asked.config.learner.weightbus),
     )
     bounds = range(min(run.staleness_bound, _MOST_BOUND) + 1)
     splits = [

@@ -92,7 +92,7 @@ def closed_form(
             generate_s=generate + cost.pause_s,
             longest_s=demand.longest_response * token_s,
             mean_s=demand.response_tokens * token_s,
-            receive_s=cost.receive_s,
+            receive_s=cost.arrival_s,
             sequences=at_a_time,
         )
 

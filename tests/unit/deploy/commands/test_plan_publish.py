@@ -21,10 +21,10 @@ def run(*words: str) -> int:
 def test_without_sizes_a_few_are_printed(capsys: pytest.CaptureFixture[str]):
     assert run("--publish", "--nics", "1") == 0
     printed = capsys.readouterr().out
-    rows = {line[:33].strip(): line[33:].split() for line in printed.splitlines()}
-    assert rows["until the last engine has it, s"] == ["0.64", "18.8", "53.7", "26.8"]
-    assert rows["an engine's pause, s"] == ["0.04", "1.18", "3.35", "1.68"]
-    assert rows["commands to agents"] == ["64"] * 4
+    rows = {line[:37].strip(): line[37:].split() for line in printed.splitlines()}
+    assert rows["until the last engine has it, s"] == ["2.44", "21.5", "71.6", "205", "102"]
+    assert rows["an engine's load, s"] == ["0.25", "2.2", "7.34", "21", "10.5"]
+    assert rows["commands to agents"] == ["64"] * 5
 
 
 def test_options_and_settings_describe_the_hosts(capsys: pytest.CaptureFixture[str]):
@@ -35,7 +35,7 @@ def test_options_and_settings_describe_the_hosts(capsys: pytest.CaptureFixture[s
     assert (first["name"], second["name"]) == ("1 GB", "2 GB")
     assert first["cost"]["relayed_bytes"] == 1e9
     assert second["cost"]["forwarded_bytes"] == 6e9
-    assert first["cost"]["receive_s"] == pytest.approx(8 + 3 * 4 * 64 * 2**20 / 0.125e9)
+    assert first["cost"]["receive_s"] == pytest.approx(8 + 3 * 16 * 64 * 2**20 / 0.125e9)
 
 
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])

@@ -1,8 +1,12 @@
 """The figures of large models at stated links, and what they are made of."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from slipstream.deploy.predict.laws.publish_cost import Setup, cost_of
+from slipstream.deploy.predict.laws.publish_cost import Rates, Setup, cost_of
+from slipstream.weightbus.config import WeightBusSection
 
 GB = 1e9
 BIG = {"8B": 16 * GB, "235B": 470 * GB, "671B": 1342 * GB, "671B fp8": 671 * GB}
@@ -25,22 +29,61 @@ def figures(name: str, digits: int, **changes: object) -> list[float]:
     return rounded([getattr(cost, name) for cost in costs(**changes)], digits)
 
 
+LINKS_ALONE = Rates(wire=math.inf, digest=math.inf, expect=math.inf, load=50e9, check=math.inf)
+
+
 def test_large_models_over_400_gigabits_per_second():
     assert figures("stall_s", 4) == [0.0025, 0.0734, 0.2097, 0.1048]
     assert figures("slot_bytes", -9) == [3 * GB, 88 * GB, 252 * GB, 126 * GB]
-    assert figures("receive_s", 2, engine_hosts=1) == [0.32, 9.4, 26.84, 13.42]
-    assert figures("receive_s", 2, engine_hosts=1, nics=8) == [0.04, 1.18, 3.35, 1.68]
-    assert figures("receive_s", 1) == [0.6, 18.8, 53.7, 26.8]
-    assert figures("receive_s", 1, nics=8) == [0.1, 2.4, 6.7, 3.4]
-    assert figures("pause_s", 2) == [0.04, 1.18, 3.35, 1.68]
-    assert figures("pause_s", 1, is_staged=False, engine_hosts=1) == [0.3, 9.4, 26.8, 13.4]
+    links = {"rates": LINKS_ALONE}
+    assert figures("receive_s", 2, engine_hosts=1, **links) == [0.32, 9.4, 26.84, 13.42]
+    assert figures("receive_s", 2, engine_hosts=1, nics=8, **links) == [0.04, 1.18, 3.35, 1.68]
+    assert figures("arrival_s", 1, **links) == [0.6, 18.8, 53.7, 26.8]
+    assert figures("receive_s", 1, nics=8, **links) == [0.1, 2.4, 6.7, 3.4]
+    assert figures("pause_s", 2, **links) == [0.04, 1.18, 3.35, 1.68]
+    live = {"is_staged": False, "engine_hosts": 1}
+    assert figures("load_s", 1, **live) == [0.3, 9.4, 26.8, 13.4], "no sockets in a collective"
     assert figures("digest_core_s", 1) == [1.5, 42.7, 122.0, 61.0]
-    assert figures("receive_s", 2, engine_hosts=1, delta_share=0.02)[1:] == [0.19, 0.54, 0.27]
+    assert figures("receive_s", 2, engine_hosts=1, delta_share=0.02, **links)[1:] == [
+        *(0.19, 0.54, 0.27)
+    ]
+
+
+def test_sockets_limit_what_links_allow():
+    one = {"engine_hosts": 1, "connections": 4}
+    assert figures("receive_s", 1, **one) == [4.9, 143.3, 409.1, 204.6]
+    plain = Rates.of(WeightBusSection(bulk="plain"))
+    assert figures("receive_s", 1, rates=plain, **one) == [1.5, 43.5, 124.3, 62.1]
+    assert figures("receive_s", 1, **one | {"connections": 1000}) == [0.3, 9.4, 26.8, 13.4]
+    star, twice = (figures("receive_s", 5, engine_hosts=count) for count in (32, 64))
+    assert twice == pytest.approx([2 * seconds for seconds in star], abs=1e-4)
+
+
+def test_a_version_is_run_after_its_copy_digests_transfer_load_and_check():
+    rates = Rates(wire=1.0, digest=5.0, expect=0.5, load=10.0, check=20.0)
+    setup = Setup(
+        version_bytes=100.0,
+        learner_hosts=2,
+        nic_bytes_s=1e9,
+        gpus=1,
+        pcie_bytes_s=25.0,
+        connections=4,
+        digest_threads=2,
+        rates=rates,
+    )
+    cost = cost_of(setup)
+    assert (cost.stall_s, cost.digest_s, cost.receive_s, cost.expect_s) == (2.0, 5.0, 25.0, 100.0)
+    assert (cost.load_s, cost.check_s, cost.pause_s) == (10.0, 5.0, 15.0)
+    assert cost.arrival_s == 5.0 + 100.0
+    assert cost.total_s == 2.0 + 105.0 + 15.0
+    live = cost_of(replace(setup, is_staged=False, nic_bytes_s=2.0))
+    assert (live.digest_s, live.receive_s) == (0.0, 0.0)
+    assert live.pause_s == 50.0 + 5.0, "an engine stands still while its bytes come"
 
 
 def test_a_chain_takes_one_transfer_and_a_bucket_for_each_hop():
-    chain = {"fanout": 1, "bucket_bytes": 512e6, "connections": 1}
-    one, all_of_them = costs(engine_hosts=1), costs(**chain)
+    chain = {"fanout": 1, "bucket_bytes": 512e6, "connections": 1, "rates": LINKS_ALONE}
+    one, all_of_them = costs(engine_hosts=1, rates=LINKS_ALONE), costs(**chain)
     for alone, chained in zip(one, all_of_them, strict=True):
         hops = chained.receive_s - alone.receive_s  # type: ignore[attr-defined]
         assert hops == pytest.approx(31 * 0.01, rel=0.03)
@@ -48,9 +91,8 @@ def test_a_chain_takes_one_transfer_and_a_bucket_for_each_hop():
 
 def test_more_heads_than_learner_hosts_can_feed_are_slower():
     def seconds(fanout: int) -> float:
-        return cost_of(
-            Setup(version_bytes=GB, learner_hosts=4, engine_hosts=32, fanout=fanout)
-        ).receive_s
+        setup = Setup(version_bytes=GB, learner_hosts=4, engine_hosts=32, fanout=fanout)
+        return cost_of(replace(setup, connections=4, rates=LINKS_ALONE)).receive_s
 
     assert seconds(4) < seconds(1), "shorter chains"
     assert seconds(16) > seconds(4), "a learner host sends four times its part in the time of one"
