@@ -115,6 +115,13 @@ def test_nodes_have_the_same_number_of_whole_replicas(run: Table):
     assert learner_settings({"run": run, "learner": placed}).layout.nodes == 2
 
 
+def test_every_minibatch_has_a_trajectory_for_each_replica(run: Table):
+    small = {**run, "group_size": 2, "groups_per_step": 4}
+    fits = {"ranks": 2, "minibatches": 4}
+    assert learner_settings({"run": small, "learner": fits}).learner.minibatches == 4
+    refused(small, "minibatches = 5 for 2 replicas", learner={**fits, "minibatches": 5})
+
+
 def test_what_to_resume_from_must_be_a_checkpoint(run: Table, tmp_path: Path):
     refused({**run, "resume_from": str(tmp_path / "none")}, "none is no checkpoint")
 

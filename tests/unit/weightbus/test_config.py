@@ -37,7 +37,7 @@ def test_chains_have_digests_that_no_generator_can_fit(digests: str):
     [
         *((name, value) for name in TIMES for value in (0, -1.0, 1e30, float("inf"), float("nan"))),
         ("connections", -1),
-        ("connections", 10**30),
+        ("connections", 257),
         ("listen", "tcp://10.0.0.1:\u0663"),
         ("listen", "tcp://10.0.0.1:70000"),
         ("forward", "tcp://0.0.0.0:0"),

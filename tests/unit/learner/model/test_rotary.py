@@ -39,6 +39,12 @@ def rotary(theta: float = 10_000.0, head: int = 8, **rope: object) -> Rotary:
     return Rotary.of(config, CPU)
 
 
+def test_a_channel_turns_by_a_power_of_the_base():
+    """RoFormer (arXiv 2104.09864), section 3.2.2: theta_i = base^(-2 i / d)."""
+    expected = torch.tensor([1.0, 10.0, 100.0, 1000.0]).reciprocal()
+    assert torch.allclose(rotary(theta=10_000.0, head=8).frequencies, expected)
+
+
 def test_only_the_difference_of_positions_counts():
     plain = rotary()
     query, key = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(1))

@@ -76,9 +76,9 @@ def test_a_version_is_run_after_its_copy_digests_transfer_load_and_check():
     assert (cost.load_s, cost.check_s, cost.pause_s) == (10.0, 5.0, 15.0)
     assert cost.arrival_s == 5.0 + 100.0
     assert cost.total_s == 2.0 + 105.0 + 15.0
-    live = cost_of(replace(setup, is_staged=False, nic_bytes_s=2.0))
-    assert (live.digest_s, live.receive_s) == (0.0, 0.0)
-    assert live.pause_s == 50.0 + 5.0, "an engine stands still while its bytes come"
+    live = cost_of(replace(setup, is_staged=False, nic_bytes_s=0.5))
+    assert (live.digest_s, live.receive_s, live.expect_s) == (0.0, 0.0, 0.0)
+    assert live.pause_s == 200.0 + 5.0, "an engine stands still while its bytes come"
 
 
 def test_a_chain_takes_one_transfer_and_a_bucket_for_each_hop():
