@@ -1,4 +1,9 @@
-"""Print the hashes of SGLang's GPU kernels for the test's tensors, run by Triton's interpreter."""
+"""Print hashes of tensors, and the bytes that ours moves, as Triton's interpreter runs kernels.
+
+Usage: engine_gpu_hash
+Each tensor's hash is that of SGLang's kernels, of our kernel, and of our host. Of one tensor that
+is on the device in two pieces the bytes are counted that are moved for each byte hashed.
+"""
 
 import json
 import os
@@ -10,8 +15,21 @@ import torch
 import triton
 from sglang.kernels.ops.memory import gpu_tensor_hash as engine
 
+from slipstream.weightbus.version.gpu_hash import HostTiles, tile_sums
+from slipstream.weightbus.version.tensor_bits import Bits, bits_of
+from slipstream.weightbus.version.triton_hash import GpuTiles, sums_of
+from tests.support.interpreted_kernels import patch_language_once
+from tests.support.moved_bytes import MovedBytes, count_kernels
+
 TILE, CHUNK, SEED = 8192, 1024, 0x243F6A88
-CASES = ((5, "bfloat16"), (8384, "bfloat16"), (40_000, "float32"))
+CPU = torch.device("cpu")
+CASES = (
+    *((size, "uint8") for size in (1, 2, 3, 4, 7, 32767, 32768, 32769, 98301)),
+    *((size, "bfloat16") for size in (5, 8384, 16384, 16385)),
+    *((size, "float32") for size in (8191, 8192, 8193, 40_000)),
+    *((301, name) for name in ("bool", "int8", "float16", "float8_e4m3fn", "int32", "int64")),
+    (4097, "float64"),
+)
 
 
 def tensor(num_elements: int, dtype: str) -> torch.Tensor:
@@ -44,5 +62,31 @@ def hashed(data: torch.Tensor) -> str:
     return f"{engine._final_splitmix64(int(sums.item())):016x}"
 
 
+def of_parts(data: Bits, tiles: GpuTiles | HostTiles) -> str:
+    """Return our hash of a tensor in three parts."""
+    return tile_sums([data[:2], data[2:3], data[3:]], tiles).hash()
+
+
+def moved_for_each_byte() -> dict[str, float]:
+    """Return the bytes moved for each byte hashed, by what moves them."""
+    words = torch.arange(40 * TILE, dtype=torch.int32)
+    with MovedBytes(is_logits=lambda _tensor: False) as counter:
+        count_kernels(counter)
+        for first, end in ((0, 15 * TILE + 5), (15 * TILE + 5, 40 * TILE)):
+            sums_of(words[first:end], first)
+    return {name: count / words.nbytes for (_, name), count in counter.moved.items()}
+
+
+def main() -> None:
+    patch_language_once()
+    rows = []
+    for case in CASES:
+        data = tensor(*case)
+        bits = bits_of(data)
+        ours = [of_parts(bits, tiles) for tiles in (GpuTiles(CPU, 4 * TILE), HostTiles())]
+        rows.append([hashed(data), *ours])
+    sys.stdout.write(json.dumps({"hashes": rows, "moved": moved_for_each_byte()}))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps([hashed(tensor(*case)) for case in CASES]))
+    main()

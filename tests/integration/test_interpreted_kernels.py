@@ -15,6 +15,7 @@ FILES = (
     "tests/unit/algos/test_golden_logprobs.py",
     "tests/unit/learner/model/test_rotary.py",
     "tests/unit/learner/model/test_swiglu.py",
+    "tests/unit/weightbus/version/test_gpu_hash.py",
 )
 
 

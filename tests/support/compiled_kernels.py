@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from slipstream.algos.logprobs import triton_logits
 from slipstream.algos.logprobs.chunks import Chunk, LogitGradients
 from slipstream.learner.model.kernels import triton_rotary, triton_swiglu
+from slipstream.weightbus.version import triton_hash
 
 _WIDTH = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")
 _STACK = re.compile(r"STACK:(\d+)")
@@ -84,6 +85,10 @@ def cases() -> dict[str, Callable[[], object]]:
         ),
         **{f"logits of {columns}": partial(both_of_logits, columns) for columns in (16384, 151936)},
         "logits beside a reference's": partial(both_of_logits, 16384, is_full=True),
+        "hash of words": partial(triton_hash.sums_of, torch.empty(16384, dtype=torch.int32), 0),
+        "hash from a tile's middle": partial(
+            triton_hash.sums_of, torch.empty(16383, dtype=torch.int32), 2**31 + 5
+        ),
     }
 
 

@@ -14,11 +14,13 @@ from typing import Literal, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
+from slipstream.weightbus.version.gpu_hash import HostTiles, Tiles, tile_sums
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
 from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.process.gpus import usable_gpus
 
 _ROWS_AT_A_TIME = 256
 
@@ -55,9 +57,13 @@ def expected_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict
             vocabulary = place.row_multiple if place.split == "vocabulary" else 1
             place = replace(place, row_multiple=vocabulary, column_multiple=1)
         fused.setdefault(place.name, []).append((place, bits_of(tensor)))
-    hashed = host_checksum if of.device == "cpu" else _on_gpu
+    tiles = None if of.device == "cpu" else _tiles()
+
+    def checksum(parts: Iterable[Bits]) -> str:
+        return host_checksum(parts) if tiles is None else tile_sums(parts, tiles).hash()
+
     return {
-        checksum_name(name, rank): hashed(
+        checksum_name(name, rank): checksum(
             part
             for place, tensor in sorted(pieces, key=lambda piece: piece[0].position)
             for part in _share(place, tensor, *of.share_of(place, rank))
@@ -75,13 +81,17 @@ def host_checksum(parts: Iterable[Bits]) -> str:
     return digest.hexdigest()
 
 
-def _on_gpu(parts: Iterable[Bits]) -> str:
-    from torch import cuda, device, from_numpy  # the host of a GPU has torch
+def _tiles() -> Tiles:
+    """Return those of a GPU if this process has any; else torch is not imported."""
+    if usable_gpus():
+        from torch import cuda, device
 
-    from slipstream.weightbus.version.gpu_hash import gpu_hash
+        if cuda.is_available():
+            from slipstream.weightbus.version.triton_hash import GpuTiles, runs_on
 
-    whole = np.concatenate([part.reshape(-1) for part in parts]).view(np.uint8)
-    return gpu_hash(from_numpy(whole), device("cuda" if cuda.is_available() else "cpu"))
+            if runs_on(gpu := device("cuda")):
+                return GpuTiles(gpu)
+    return HostTiles()
 
 
 def _share(place: EngineTensor, whole: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:

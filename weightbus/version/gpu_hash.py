@@ -1,61 +1,196 @@
-"""The hash that SGLang computes of a tensor on a GPU, without its kernels (sglang 0.5.23).
+"""The hash that SGLang computes of a tensor on a GPU, from its parts (sglang 0.5.23).
 
-Two sums of 32-bit words, each mixed with its position (the finalizer of MurmurHash3), per tile of
-8,192 words; the tiles are added, and mixed once more (SplitMix64).
+Two sums of 32-bit words, each mixed with its number (the finalizer of MurmurHash3), per tile of
+8,192 words; tiles are mixed with the tensor's length and added, and mixed once more (SplitMix64).
+Before that all is sums, to which parts of a tensor add in any order. Zeros fill the last word.
 """
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
 
-_TILE = 8192  # words
-_CHUNK = 256 * _TILE  # hashed at a time: 64 MiB where words are held as int64
+import numpy as np
+from numpy.typing import NDArray
+
+TILE = 8192  # words
+WORD = 0xFFFFFFFF
 _SEED = 0x243F6A88
-_SEEDS = (_SEED, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
-_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number
-_WORD = 0xFFFFFFFF
+# Seeds of both sums; factor and rotation of a word's number in each.
+SEEDS = (_SEED, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
+FACTORS, TURNS = (0x27D4EB2D, 0x165667B1), (15, 13)
+MIXERS = (0x85EBCA6B, 0xC2B2AE35)  # factors of MurmurHash3's finalizer
 _HASH = (1 << 64) - 1
 
+Words = NDArray[np.uint32]
 
-def gpu_hash(tensor: Tensor, device: torch.device, *, chunk: int = _CHUNK) -> str:
-    """Return the hash of a tensor's bytes in hexadecimal, computed on ``device`` part by part.
 
-    A part is ``chunk`` words, a multiple of the tile.
+class Tiles(Protocol):
+    """A few tiles of a tensor, in the memory of what adds their words."""
+
+    num_bytes: int  # a multiple of a tile's
+
+    def write(self, at: int, data: NDArray[np.uint8]) -> None:
+        """Write bytes, [n], from the byte ``at`` of the memory on."""
+
+    def read(self, at: int, end: int) -> bytes:
+        """Return bytes of the memory."""
+
+    def sums(self, first: int, end: int, number: int) -> Words:
+        """Return both sums of each tile that has words, [tiles, 2].
+
+        Args:
+            first: index of the first word in the memory.
+            end: index after the last word.
+            number: number of the first word in the tensor; tiles begin at multiples of 8,192.
+        """
+
+
+@dataclass(frozen=True)
+class TileSums:
+    """Sums of a tensor's tiles over some of its bytes: those of disjoint bytes can be added."""
+
+    num_bytes: int  # from the tensor's first byte to the last one here
+    sums: Words  # both sums of each tile from the first one on, [tiles, 2]
+    cut: dict[int, int]  # what is here of words that are not whole, by their number
+
+    def __add__(self, other: "TileSums") -> "TileSums":
+        """Return the sums over the bytes of both, which have none in common."""
+        less, more = sorted((self, other), key=lambda sums: sums.num_bytes)
+        sums = more.sums.copy()
+        sums[: len(less.sums)] += less.sums
+        numbers = self.cut.keys() | other.cut.keys()
+        cut = {number: self.cut.get(number, 0) + other.cut.get(number, 0) for number in numbers}
+        return TileSums(more.num_bytes, sums, cut)
+
+    def hash(self) -> str:
+        """Return the hash of a tensor whose bytes are all here, in hexadecimal."""
+        sums = self.sums.copy()
+        for number, word in self.cut.items():
+            sums[number // TILE] += _sums_in_tile(np.array([word], np.uint32), number)
+        sums ^= np.uint32(-(-self.num_bytes // 4) * 4 & WORD)
+        high, low = _mixed(sums).sum(0, dtype=np.uint64)
+        return f"{_split_mix((int(high) << 32) + int(low) & _HASH):016x}"
+
+
+def tile_sums(parts: Iterable[NDArray[Any]], tiles: Tiles, start: int = 0) -> TileSums:
+    """Return the sums of tiles over parts of a tensor, which lie end to end.
+
+    Args:
+        parts: arrays of any type and shape, each in memory once it is asked for.
+        tiles: memory that holds their bytes, a few tiles at a time.
+        start: byte of the tensor at which the first part begins.
     """
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    words = pad(data, (0, -len(data) % 4)).view(torch.int32)
-    if not len(words):
-        return f"{0:016x}"
-    total = 0
-    for start in range(0, len(words), chunk):
-        part = words[start : start + chunk].to(device).long().bitwise_and_(_WORD)
-        high, low = (
-            _tiles(part, start, 4 * len(words) & _WORD, seed, factor, turn)
-            for seed, (factor, turn) in zip(_SEEDS, _POSITIONS, strict=True)
-        )
-        # Words of 32 bits: torch has no sum of unsigned numbers of 64 bits.
-        total += (int(high.sum()) << 32) + int(low.sum())
-    return f"{_split_mix(total & _HASH):016x}"
+    sums: list[tuple[int, Words]] = []
+    cut: dict[int, int] = {}
+    begin = end = start
+    for begin, end in _written(parts, tiles, start):
+        base = begin // tiles.num_bytes * tiles.num_bytes
+        first, last = _whole_words(begin, end)
+        if first < last:
+            there = tiles.sums((first - base) // 4, (last - base) // 4, first // 4)
+            sums.append((first // 4 // TILE, there))
+        for left, right in ((begin, first), (last, end)):
+            if left < right:
+                value = int.from_bytes(tiles.read(left - base, right - base), "little")
+                cut[left // 4] = cut.get(left // 4, 0) + (value << 8 * (left % 4))
+    total = np.zeros((-(-end // (4 * TILE)), 2), np.uint32)
+    for tile, there in sums:
+        total[tile : tile + len(there)] += there
+    return TileSums(end, total, cut)
 
 
-def _tiles(words: Tensor, start: int, num_bytes: int, seed: int, factor: int, turn: int) -> Tensor:
-    """Return the mixed sum of each tile, [ceil(n / 8192)] int64, of words [n] int64."""
-    number = torch.arange(start, start + len(words), device=words.device) & _WORD
-    position = (number * factor + seed & _WORD) ^ (number << turn | number >> (32 - turn)) & _WORD
-    mixed = _mixed(words ^ position)
-    sums = pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE).sum(-1) & _WORD
-    return _mixed(sums ^ num_bytes)
+def _written(parts: Iterable[NDArray[Any]], tiles: Tiles, start: int) -> Iterator[tuple[int, int]]:
+    """Yield the first byte and the end of what the memory holds of a tensor, each time it is full.
+
+    What it holds begins where a multiple of its size does, but at ``start`` the first time.
+    """
+    begin = end = start
+    for part in parts:
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        while len(data):
+            place = end % tiles.num_bytes
+            fitting = data[: tiles.num_bytes - place]
+            tiles.write(place, fitting)
+            end, data = end + len(fitting), data[len(fitting) :]
+            if end % tiles.num_bytes == 0:
+                yield begin, end
+                begin = end
+    if begin < end:
+        yield begin, end
 
 
-def _mixed(words: Tensor) -> Tensor:
-    words = _times(words ^ words >> 16, 0x85EBCA6B)
-    words = _times(words ^ words >> 13, 0xC2B2AE35)
-    return words ^ words >> 16
+def _whole_words(begin: int, end: int) -> tuple[int, int]:
+    """Return the first byte and the end of the whole words between two bytes; equal if none is."""
+    first = min(end, -(-begin // 4) * 4)
+    return first, max(first, end // 4 * 4)
 
 
-def _times(words: Tensor, factor: int) -> Tensor:
-    """Return the lower 32 bits of a product; a product of two such words may not fit 63 bits."""
-    return (words * (factor & 0xFFFF) + ((words * (factor >> 16) & 0xFFFF) << 16)) & _WORD
+class HostTiles:
+    """One tile, which fits a core's cache with all that is computed of it."""
+
+    num_bytes = 4 * TILE
+
+    def __init__(self) -> None:
+        """Take the memory."""
+        self._bytes = np.empty(self.num_bytes, np.uint8)
+        self._words = self._bytes.view(np.uint32)
+
+    def write(self, at: int, data: NDArray[np.uint8]) -> None:
+        """Write bytes, [n], from the byte ``at`` of the memory on."""
+        self._bytes[at : at + len(data)] = data
+
+    def read(self, at: int, end: int) -> bytes:
+        """Return bytes of the memory."""
+        return self._bytes[at:end].tobytes()
+
+    def sums(self, first: int, end: int, number: int) -> Words:
+        """Return both sums of words, [1, 2]; arguments are those of ``Tiles``."""
+        return _sums_in_tile(self._words[first:end], number)[None]
+
+
+def _sums_in_tile(words: Words, number: int) -> Words:
+    """Return both sums, [2], of words [n] in a row in one tile; the first one has this number.
+
+    A word's number is that of its tile's first word plus its place in the tile. The two have no bit
+    in common, so their rotations are joined by an exclusive or.
+    """
+    place = number % TILE
+    base = number - place & WORD
+    products, rotations = (table[:, place : place + len(words)] for table in _of_places())
+    of_base = zip(FACTORS, SEEDS, TURNS, strict=True)
+    added, turned = np.array(
+        [[base * factor + seed & WORD, _rotated(base, turn)] for factor, seed, turn in of_base],
+        np.uint32,
+    ).T[..., None]
+    mixed = products + added
+    mixed ^= rotations
+    mixed ^= words
+    mixed ^= turned
+    sums: Words = _mixed(mixed).sum(-1, dtype=np.uint32)
+    return sums
+
+
+@cache
+def _of_places() -> tuple[Words, Words]:
+    """Return products and rotations of a word's place in its tile, [2, 8192] each."""
+    products = [[place * factor & WORD for place in range(TILE)] for factor in FACTORS]
+    rotations = [[_rotated(place, turn) for place in range(TILE)] for turn in TURNS]
+    return np.array(products, np.uint32), np.array(rotations, np.uint32)
+
+
+def _rotated(number: int, turn: int) -> int:
+    return (number << turn | number >> 32 - turn) & WORD
+
+
+def _mixed(words: Words) -> Words:
+    """Return words [...] through MurmurHash3's finalizer, in their place."""
+    shifted = np.empty_like(words)
+    for shift, factor in ((16, MIXERS[0]), (13, MIXERS[1]), (16, 1)):
+        words ^= np.right_shift(words, np.uint32(shift), out=shifted)
+        if factor != 1:
+            words *= np.uint32(factor)
+    return words
 
 
 def _split_mix(word: int) -> int:

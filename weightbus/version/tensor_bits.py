@@ -45,7 +45,7 @@ def bits_in(memory: NDArray[np.uint8], manifest: WeightManifest) -> dict[str, Bi
 
 
 def bits_in_folder(folder: Path, manifest: WeightManifest) -> dict[str, Bits]:
-    """Return each tensor of a version in a folder, by name; mapped, not read.
+    """Return each tensor of a version in a folder, by name; mapped, not read or changed.
 
     Raises:
         PublishError: the file is missing, or holds other tensors.
@@ -53,5 +53,6 @@ def bits_in_folder(folder: Path, manifest: WeightManifest) -> dict[str, Bits]:
     start = data_start(folder, manifest)
     if not manifest.num_bytes:
         return bits_in(np.empty(0, np.uint8), manifest)
-    mapped = np.memmap(folder / WEIGHTS, np.uint8, "r", start, (manifest.num_bytes,))
+    # Copied on write, as torch.from_numpy warns of memory that is read-only.
+    mapped = np.memmap(folder / WEIGHTS, np.uint8, "c", start, (manifest.num_bytes,))
     return bits_in(mapped, manifest)

@@ -41,6 +41,17 @@ def test_the_memory_of_a_version_and_its_file_hold_the_same_bits(tmp_path: Path)
         assert all(np.array_equal(found[name], bits_of(TENSORS[name])) for name in TENSORS)
 
 
+def test_torch_takes_bits_of_a_file_without_a_warning_and_the_file_cannot_be_changed(
+    tmp_path: Path,
+):
+    sent = snapshot()
+    folder = write_version(tmp_path, sent.manifest(), sent.memory.numpy().data)
+    for bits in bits_in_folder(folder, sent.layout).values():
+        torch.from_numpy(bits.reshape(-1).view(np.uint8)).fill_(7)
+    again = bits_in_folder(folder, sent.layout)
+    assert all(np.array_equal(again[name], bits_of(TENSORS[name])) for name in TENSORS)
+
+
 @pytest.mark.parametrize("of", [EngineLayout(), EngineLayout("cpu", 2), EngineLayout("cuda", 2)])
 def test_checksums_are_those_of_the_tensors(of: EngineLayout):
     sent = snapshot()
