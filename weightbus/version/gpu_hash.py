@@ -93,10 +93,10 @@ def tile_sums(parts: Iterable[NDArray[Any]], tiles: Tiles, start: int = 0) -> Ti
         for left, right in ((begin, first), (last, end)):
             if left < right:
                 value = int.from_bytes(tiles.read(left - base, right - base), "little")
-                cut[left // 4] = cut.get(left // 4, 0) + (value << 8 * (left % 4))
+                cut[left // 4] = value << 8 * (left % 4)
     total = np.zeros((-(-end // (4 * TILE)), 2), np.uint32)
     for tile, there in sums:
-        total[tile : tile + len(there)] += there
+        total[tile : tile + len(there)] = there
     return TileSums(end, total, cut)
 
 

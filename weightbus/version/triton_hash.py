@@ -16,12 +16,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.weightbus.version.gpu_hash import FACTORS, MIXERS, SEEDS, TILE, TURNS, WORD, Words
+from slipstream.weightbus.version.gpu_hash import FACTORS, MIXERS, SEEDS, TILE, TURNS, Words
 
 _log = logging.getLogger(__name__)
 _BLOCK = 1024  # words at a time: 16 bytes twice for each of 128 threads
 _MEMORY_BYTES = 64 << 20
-_NUM_TILES = (WORD + 1) // TILE  # tiles of a different number
 
 
 class GpuTiles:
@@ -60,7 +59,7 @@ def sums_of(words: Tensor, number: int) -> Tensor:
     absent = number % TILE  # words of the first tile that are not here
     sums = words.new_empty(triton.cdiv(absent + len(words), TILE), 2)
     if len(sums):
-        tile = number // TILE % _NUM_TILES
+        tile = number // TILE
         _add_words[(len(sums),)](words, sums, absent, len(words), tile, BLOCK=_BLOCK)
     return sums
 
