@@ -21,6 +21,7 @@ def test_kernels_compile_and_threads_read_and_write_sixteen_bytes_of_a_tensor_at
     assert not [name for name, one in found.items() if one["spilled"]]
     widths = {name: one["widths"] for name, one in found.items()}
     assert widths.pop("SwiGLU") == widths.pop("SwiGLU's gradients") == [128]
+    assert 128 in widths["hash of words"]
     # Others read numbers of each token too: an expert's weight, cosines, a target, statistics.
     narrower = {name: wide for name, wide in widths.items() if {*wide} - {32, 64, 128}}
     assert widths

@@ -1,4 +1,4 @@
-"""Triton's kernels against float64: tests of the operators, run again by Triton's interpreter."""
+"""Tests of operators, and of the hash of words, again with kernels that Triton interprets."""
 
 import os
 import subprocess
