@@ -25,7 +25,7 @@ outage_s = 1000
 
 [weightbus]
 timeout_s = {timeout_s}
-receive_timeout_s = {never_s}
+receive_timeout_s = {receive_timeout_s}
 member_silence_s = {member_silence_s}
 linger_s = {linger_s}
 engines_per_group = {engines_per_group}
@@ -45,6 +45,7 @@ class WeightBus:
         *,
         engines_per_group: int = 1,
         timeout_s: float = NEVER_S,
+        receive_timeout_s: float = NEVER_S,
         member_silence_s: float = NEVER_S,
         linger_s: float = HANG_S,
         sizes: Sequence[str] = (),
@@ -59,6 +60,7 @@ class WeightBus:
             folder: short, private.
             engines_per_group: weightbus.engines_per_group.
             timeout_s: weightbus.timeout_s.
+            receive_timeout_s: weightbus.receive_timeout_s.
             member_silence_s: weightbus.member_silence_s.
             linger_s: weightbus.linger_s.
             sizes: --count and --size of the model.
@@ -83,7 +85,7 @@ class WeightBus:
             engines_per_group=engines_per_group,
             timeout_s=timeout_s,
             member_silence_s=member_silence_s,
-            never_s=NEVER_S,
+            receive_timeout_s=receive_timeout_s,
             linger_s=linger_s,
             bulk=bulk,
         )
