@@ -44,6 +44,7 @@ NEEDS_CONTROL_MS = 15.0
 NEEDS_MANY_CPU_S = 0.5
 NEEDS_PROBE_SHARE = 0.01
 NEEDS_PREDICTED = 0.15
+NEEDS_STALL = 1.8
 PUBLISH_EVERY_S = 10.0
 NEEDS_PLAIN_SHARE = 0.5
 MANY = 1_000
@@ -261,6 +262,7 @@ class Bench:
                 f"stall, {figures.num_bytes / 1e6:.0f} MB, {what}: ms",
                 f"{1e3 * seconds:.0f}, CPU {1e3 * cpu_s:.0f}",
             )
+        self.bars.at_most("stall", figures.stall, "x one memcpy", needs=NEEDS_STALL)
         gpu = measure_gpu(self._sizes, rounds=5)
         if gpu is None:
             _show("  no CUDA here: the copy from a GPU, pinned memory and NCCL are not measured")

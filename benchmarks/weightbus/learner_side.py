@@ -16,6 +16,7 @@ from slipstream.weightbus.version.snapshot import tensor_views
 
 _WIDTH = 1024
 _LONGEST_S = 400.0
+_MEMCPY, _CHECKED = "one memcpy", "with the check for NaN and inf"
 
 
 @dataclass(slots=True)
@@ -28,6 +29,11 @@ class StallFigures:
     def median(self, what: str) -> tuple[float, float]:
         seconds, cpu = zip(*self.rounds[what], strict=True)
         return statistics.median(seconds), statistics.median(cpu)
+
+    @property
+    def stall(self) -> float:
+        """Seconds of what a learner does, over those of one memcpy of as many bytes."""
+        return self.median(_CHECKED)[0] / self.median(_MEMCPY)[0]
 
 
 def measure_stall(sizes: str, rounds: int) -> StallFigures:
@@ -45,9 +51,9 @@ def measure_stall(sizes: str, rounds: int) -> StallFigures:
             views[at][name].copy_(tensor)
 
     ways: dict[str, Callable[[int], object]] = {
-        "one memcpy": lambda at: slots[at].copy_(flat),
+        _MEMCPY: lambda at: slots[at].copy_(flat),
         "tensor by tensor": plain_views,
-        "with the check for NaN and inf": lambda at: copy_checked(tensors, views[at]),
+        _CHECKED: lambda at: copy_checked(tensors, views[at]),
     }
     figures = StallFigures(layout.num_bytes)
     for number in range(-1, rounds):
