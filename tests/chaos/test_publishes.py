@@ -98,10 +98,13 @@ def run(folder: Path, *, publishes: int, seed: int) -> None:
                 disturbance.strike()
             elif running and draw.random() < 0.5:
                 wait_for_any(bus, draw.sample(running, min(2, len(running))), step)
-        disturbance.repair(everything=True)
         bus.publish(publishes)
-        for name, _ in ENGINES:
-            until(lambda: bool(disturbance.repair()) and newest(bus, name).step == publishes)
+        until(
+            lambda: (
+                bool(disturbance.repair(everything=True))
+                and all(newest(bus, name).step == publishes for name, _ in ENGINES)
+            )
+        )
         count = bus.check_tokens()
         ran = {name: len(set(bus.labels(name))) for name, _ in ENGINES}
         print(f"\n{count} tokens; {dict(disturbance.done)}; versions {ran}")  # noqa: T201
