@@ -172,12 +172,12 @@ PARTS = {
     ),
     "learning-against-trl": Part(
         f"{_LEARNING} --path DIR",
-        "Right answers of SmolLM2-135M-Instruct over wall and CPU time, beside TRL",
+        "Right answers of SmolLM2-135M-Instruct over wall and CPU time, with those of TRL",
         partial(_learning, "smollm2", _AGAINST, _BOTH),
     ),
     "tiny-against-trl": Part(
         f"{_LEARNING} --path DIR --tiny",
-        "Right answers of the quickstart's policy over wall and CPU time, beside TRL",
+        "Right answers of the quickstart's policy over wall and CPU time, with those of TRL",
         partial(_learning, "quickstart", _AGAINST, _BOTH),
     ),
     "throughput": Part(f"python -m benchmarks.vs_trl --out {_FOLDER} --path DIR", "", _throughput),
