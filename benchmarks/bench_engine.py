@@ -1,4 +1,4 @@
-"""What the engine costs beside transformers' generate: tokens of equal batches per CPU second.
+"""What the engine costs against transformers' generate: tokens of equal batches per CPU second.
 
 Both answer the same prompts of equal lengths with as many tokens each, sampled at temperature 1,
 with the same weights in the folder's type, in turns, pinned to one core with one thread. Ours is

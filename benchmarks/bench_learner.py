@@ -1,4 +1,4 @@
-"""What a learner step costs beside a training step of transformers: CPU seconds on one core.
+"""What a learner step costs against a training step of transformers: CPU seconds on one core.
 
 Both start from the same weights and train the same sequences by the same loss: groups of eight that
 begin with one prompt, GRPO's advantages, a clipped ratio to the behavior policy, the mean over all

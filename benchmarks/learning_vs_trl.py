@@ -6,7 +6,7 @@ one update a step by AdamW (0.9, 0.95) at a constant rate without weight decay, 
 1, and answer held-out prompts greedily at intervals; the reward of the settings scores all answers.
 Our answers are as stale as the settings let them, TRL's never. Weights are float32 on both sides:
 bfloat16 rounds most updates away. Seconds count from the launch of the command. Our evaluations are
-in them, where the engine answers beside training; what TRL's take, in padded batches, is left out
+in them, where the engine answers during training; what TRL's take, in padded batches, is left out
 and recorded. TRL runs in the ways of vs_trl, and with products in bfloat16 (autocast), and the best
 way is the baseline. The control is ours with a learning rate of 0, for one seed.
 
@@ -203,10 +203,10 @@ class Task:
         """Write policy and prompts.
 
         Args:
-            name: of a file in configs.
-            folder: to be made.
-            steps: of a run; 0 is as the file says.
-            every: steps between evaluations; 0 is as the file says.
+            name: Name of a file in configs.
+            folder: Folder to be made.
+            steps: Number in a run; 0 is as the file says.
+            every: Steps between evaluations; 0 is as the file says.
         """
         self.config = tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text())
         self.folder = folder
@@ -303,10 +303,10 @@ def points_of(
     """Return a point for each evaluated step; what evaluations before it took is left out.
 
     Args:
-        readings: after each step.
-        began_s: of the launch, by the clock of the readings.
-        scores: by step.
-        spent: wall and CPU seconds of all evaluations up to a step's, by step.
+        readings: Readings after each step.
+        began_s: Time of the launch, by the clock of the readings.
+        scores: Score by step.
+        spent: Wall and CPU seconds of all evaluations up to a step's, by step.
     """
     points = [Point(0, 0.0, 0.0, scores[0])]
     left_out = spent.get(0, (0.0, 0.0))

@@ -65,8 +65,8 @@ class CpuMeter:
         """Count a process and its children.
 
         Args:
-            pid: of the process.
-            without: names of processes that do not count.
+            pid: Id of the process.
+            without: Names of processes that do not count.
         """
         self._root = psutil.Process(pid)
         self._without = without

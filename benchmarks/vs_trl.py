@@ -54,14 +54,14 @@ class Policy:
     """What is trained, and how much of it."""
 
     name: str
-    hidden: int = 0  # of a random policy of 4 layers; 0 is SmolLM2
+    hidden: int = 0  # width of a random policy of 4 layers; 0 is SmolLM2
     needs: Mapping[str, float]  # samples per CPU second, of TRL's, by lengths
-    groups: int = 8  # of 8 answers, per step
+    groups: int = 8  # groups of 8 answers in a step
     fixed_tokens: int = 64
     max_tokens: int = MAX_TOKENS
     steps: int = 12
     skipped: int = 4  # steps until the pipeline is filled
-    repeats: Mapping[str, int] = field(default_factory=dict)  # by lengths; else as asked for
+    repeats: Mapping[str, int] = field(default_factory=dict)  # lengths -> runs; else as asked
     microbatch: int = 64  # answers of TRL's forward pass
     settings: Mapping[str, object] = field(default_factory=dict)
 
