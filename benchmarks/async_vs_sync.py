@@ -8,10 +8,10 @@ runs of one long step each, the second twice the first, so that the end of a ste
 run empty, is left out. The bar is max(g, t) as a share of an asynchronous step. Runs of both modes
 alternate; medians are compared.
 
-The balance is set by prompts and answers: training computes the prompt of each answer, generation
-once for a group of 8, token by token only what is answered. A step has 48 answers, geometric with
-mean 96 up to the limit of the balance. The measured g / t is printed next to the one aimed at. A
-repeat that was not ended in both modes is named, and is in no figure.
+The balance is set by what the learner computes. A step has 48 answers in groups of 8 to prompts of
+6 tokens; lengths are geometric with mean 96, up to 512. They are trained as they are, or with a
+reference policy and full recomputation, or with a critic besides. The measured g / t is printed
+next to the one aimed at. A repeat that was not ended in both modes is named, and is in no figure.
 
 usage: python -m benchmarks.async_vs_sync --out FILE [--minutes 90] [--repeats 5] [--steps 8]
        python -m benchmarks.async_vs_sync --out FILE --report
@@ -20,7 +20,7 @@ usage: python -m benchmarks.async_vs_sync --out FILE [--minutes 90] [--repeats 5
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from benchmarks.run_measurement import (
 from benchmarks.weightbus.figures import table
 
 _SKIPPED = 3  # steps until the pipeline is filled
-_TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
+_TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "critic", "commit", "export")
 MODES = ("sync", "async", "full")  # full: the difference of two long steps
 _NEEDS = 0.85  # share of the ceiling
 
@@ -56,17 +56,17 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Balance(NamedTuple):
-    """Lengths, and the balance they are meant for."""
+    """Settings of the learner, and the balance they are meant for."""
 
     aimed: float  # g / t
-    prompt_tokens: int
-    most_tokens: int  # limit of an answer
+    settings: Mapping[str, object]
 
 
+_MORE = {"learner.recompute": "full", "algo.kl": "{ coefficient = 0.01 }"}
 BALANCES = {
-    "generation_heavy": Balance(2.0, 6, MAX_TOKENS),
-    "even": Balance(1.0, 240, MAX_TOKENS),
-    "training_heavy": Balance(0.5, 360, 64),
+    "generation_heavy": Balance(2.0, {}),
+    "even": Balance(1.0, _MORE),
+    "training_heavy": Balance(0.5, _MORE | {"algo.preset": "ppo"}),
 }
 _GROUPS, _GROUP_SIZE = 6, 8  # answers of a step
 _HIDDEN, _LAYERS = 320, 4
@@ -130,7 +130,7 @@ def main() -> int:
 
 def _measure(folder: Path, balance: Balance, mode: str, steps: int) -> Step:
     """Return a step's share of what a run did."""
-    write_inputs(folder, hidden=_HIDDEN, layers=_LAYERS, repeated=balance.prompt_tokens // 6)
+    write_inputs(folder, hidden=_HIDDEN, layers=_LAYERS)
     if mode == "full":
         return _full_step(folder, balance, steps)
     readings, totals = _run(folder, mode, balance, steps=steps + TAIL)
@@ -167,14 +167,12 @@ def _run(
         "run.steps": steps,
         "run.group_size": _GROUP_SIZE,
         "run.groups_per_step": batches * _GROUPS,
-        "sampling.max_prompt_tokens": balance.prompt_tokens,
-        "sampling.max_response_tokens": balance.most_tokens,
         "generators.max_sequences": answers,
-        "generators.max_cached_tokens": answers * (balance.prompt_tokens + MAX_TOKENS // 2),
+        "generators.max_cached_tokens": answers * MAX_TOKENS // 2,
         "generators.siblings_together": "true",
         "deploy.cores": "{ generator = [0], learner = [1] }",
     }
-    readings = run_slipstream(folder, name, settings)
+    readings = run_slipstream(folder, name, settings | balance.settings)
     summary: Any = summary_of(folder, name)
     spent = {role["name"]: role["phase_seconds"] for role in summary["roles"]}
     return readings, Step(
