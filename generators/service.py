@@ -25,6 +25,7 @@ from slipstream.generators.versions.probe_noise import Noise
 from slipstream.generators.versions.staging_room import room_for
 from slipstream.generators.versions.weights import take_weights
 from slipstream.generators.worker import GeneratorWorker
+from slipstream.weightbus.agent.host_identity import host_identity
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
@@ -222,6 +223,7 @@ def _subscriber(
     if obstacle:
         _log.warning("weights come over %s instead of %s: %s", FALLBACK, wanted, obstacle)
     libraries = installed_libraries()
+    is_apart = leader is not None or isinstance(engine, AdapterEngine)
 
     def pausing() -> None:
         audit.pausing()
@@ -242,6 +244,7 @@ def _subscriber(
             num_ranks=settings.generators.num_ranks,
             attention_groups=settings.generators.attention_groups,
             transport=FALLBACK if obstacle else wanted,
+            host="" if is_apart else host_identity(),
         ),
         tensors=tensors,
         staging=staging,

@@ -133,7 +133,7 @@ class Behind(SglangEngine):
     @override
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         own = Path(tempfile.mkdtemp(dir=folder.parent))
-        shutil.copyfile(folder / WEIGHTS, own / WEIGHTS)
+        save_file(load_file(folder / WEIGHTS), own / WEIGHTS)  # without a label, which would tell
         before, self.before = self.before or own, own
         return await super().adopt_folder(before, version, digest=digest)
 
@@ -163,7 +163,7 @@ class Bus(Published):
             versions.tensors[0],
             bucket_bytes=1 << 20,
             epoch=next(_epochs),
-            is_in_sight=False,  # an engine under test loads the version before: no label may tell
+            is_in_sight=False,  # as for an engine of another host
             engine_check_every=0,
         )
         self.audit = ProbeAudit(engine, Noise("float32"))

@@ -2,7 +2,9 @@
 
 Engines hold bytes and a label; a phase of a publish does to them what an agent does. Which engine
 is served, with which version, in which phase, and which slot a learner writes is decided by the
-product. An engine may go on to load a slot that the relay gave up: then the slot's label decides.
+product. Engines of one other host fetch into memory of their agents, or map another one's; each
+fetch has a moment at which its memory is a mixture. An engine may go on to load memory that the
+relay gave up: then the memory's label decides.
 Faults are drawn: each process may fail before or after an action, hang, die, be replaced or fall
 silent; then all of it stops, and every living engine has to arrive.
 """
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
+from slipstream.weightbus.relay.host_fetches import HostEngine, HostFetches
 from slipstream.weightbus.relay.publish_state import LIVE, STAGED, Phase, PublishState
 from slipstream.weightbus.version.slots import Slots
 from slipstream.wire.messages.versions import PolicyVersion
@@ -22,7 +25,16 @@ SILENCE_S = 30.0
 RETRY_S = 1.0
 PATIENCE_S = SILENCE_S + RETRY_S
 NAMES = ("a", "b", "c", "d")
+HOST_PATIENCE_S = 5.0
 MIXTURE = PolicyVersion(0, 999)
+
+
+@dataclass(eq=False)
+class Memory:
+    """A labelled file: a slot of the learner's, or the memory of an agent on another host."""
+
+    data: PolicyVersion | None = None
+    label: PolicyVersion | None = None  # in its header
 
 
 @dataclass(eq=False)
@@ -30,6 +42,10 @@ class Engine:
     """What one engine holds. It generates unless it is paused."""
 
     name: str
+    on_host: HostEngine = field(default_factory=HostEngine)
+    path: str = ""  # of its agent's memory
+    received: Memory | None = None  # what it is to load, on another host
+    has_failed: bool = False  # in its last publish
     label: PolicyVersion | None = None
     data: PolicyVersion | None = None
     is_paused: bool = False
@@ -56,11 +72,11 @@ class Engine:
 
 @dataclass(eq=False)
 class LateRead:
-    """A load of a slot that the relay gave up, and takes to be unread from then on."""
+    """A load of memory that the relay gave up, and takes to be unread from then on."""
 
-    slot: int
+    memory: Memory
     version: PolicyVersion
-    label: PolicyVersion | None  # of the slot, as it began
+    label: PolicyVersion | None  # of the memory, as it began
     data: PolicyVersion | None
 
 
@@ -71,6 +87,7 @@ class Publish:
     serving: Serving
     slot: int
     engines: dict[str, Engine]
+    told: str | None = None  # the file that its agent is to map; empty if it has begun to fetch
     course: PublishState[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +100,7 @@ class Bus(RuleBasedStateMachine):
     """A relay with up to four engines and the learner's three slots."""
 
     begun: ClassVar[dict[str, int]] = {"schedules": 0, "publishes": 0, "faults": 0, "given up": 0}
-    begun |= {"late": 0, "late and whole": 0}
+    begun |= {"late": 0, "late and whole": 0, "fetched": 0, "mapped": 0, "left": 0, "unseen": 0}
 
     @initialize(
         engines_per_group=st.sampled_from([3, 2, 1]),
@@ -98,8 +115,10 @@ class Bus(RuleBasedStateMachine):
         )
         self.engines_per_group = engines_per_group
         self.slots = Slots()
-        self.memory: list[PolicyVersion | None] = [None, None, None]
-        self.labels: list[PolicyVersion | None] = [None, None, None]  # in the slots' headers
+        self.memory = [Memory(), Memory(), Memory()]  # the slots
+        self.fetches = HostFetches(patience_s=HOST_PATIENCE_S)
+        self.files: dict[str, Memory] = {}  # what agents of the other host have, by path
+        self.num_files = 0
         self.writing: int | None = None
         self.newest: PolicyVersion | None = None  # that the learner has published
         self.version = PolicyVersion(1, 0)
@@ -107,7 +126,7 @@ class Bus(RuleBasedStateMachine):
         self.publishes: list[Publish] = []
         self.now_s = 0.0
         for name, transport in zip(NAMES, transports, strict=False):
-            self.an_engine_starts(name, transport, "cpu")
+            self.an_engine_starts(name, transport, "cpu", "h")
         self.learner_publishes(new_epoch=False)
         self._turn_to_the_end()
 
@@ -121,8 +140,8 @@ class Bus(RuleBasedStateMachine):
         if slot == newest:
             others = {0, 1, 2} - {slot}
             assert others == {publish.slot for publish in self.publishes}, "the only whole one"
-        self.labels[slot] = None
-        self.memory[slot] = MIXTURE
+        self.memory[slot].label = None
+        self.memory[slot].data = MIXTURE
         self.writing = slot
 
     @precondition(lambda self: self.writing is not None)
@@ -131,8 +150,8 @@ class Bus(RuleBasedStateMachine):
         assert self.writing is not None
         epoch, step = self.version.epoch, self.version.step
         self.version = PolicyVersion(epoch + new_epoch, step + 1)
-        self.memory[self.writing] = self.version
-        self.labels[self.writing] = self.version
+        self.memory[self.writing].data = self.version
+        self.memory[self.writing].label = self.version
         self.slots.written(self.writing, self.version)
         self.newest, self.writing = self.version, None
 
@@ -147,13 +166,14 @@ class Bus(RuleBasedStateMachine):
         name=st.sampled_from(NAMES),
         transport=st.sampled_from(["collective", "collective", "tcp", "disk"]),
         device=st.sampled_from(["cpu", "cpu", "cuda"]),
+        host=st.sampled_from(["h", "h", ""]),
     )
-    def an_engine_starts(self, name: str, transport: str, device: str) -> None:
+    def an_engine_starts(self, name: str, transport: str, device: str, host: str) -> None:
         """Maybe in the place of another one of its name."""
         if name in self.engines:
-            self.engines[name].is_alive = False
-            self._forget(name)
-        self.engines[name] = Engine(name)
+            self._dies(name)
+        self.engines[name] = Engine(name, HostEngine(host if transport == "tcp" else ""))
+        self.fetches.join(self.engines[name].on_host)
         shares = transport == "collective"
         seat = Seat(name, transport, device, None, last_message_s=self.now_s, shares_group=shares)
         self.fleet.join(seat)
@@ -166,8 +186,7 @@ class Bus(RuleBasedStateMachine):
         for name in self.fleet.silent(self.now_s):
             assert not self.engines[name].hears, "it sent a heartbeat"
             self.begun["given up"] += 1
-            self.engines.pop(name).is_alive = False
-            self._forget(name)
+            self._dies(name)
 
     def _heartbeats(self) -> None:
         for name in self.fleet.seats:
@@ -183,9 +202,15 @@ class Bus(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
     def an_agent_leaves(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.engines)))
-        self.engines.pop(name).is_alive = False
+        self._dies(data.draw(st.sampled_from(sorted(self.engines))))
+
+    def _dies(self, name: str) -> None:
+        """Its agent's memory is there for those who have it open, and for no others."""
+        engine = self.engines.pop(name)
+        engine.is_alive = False
+        self.files.pop(engine.path, None)
         self._forget(name)
+        self.fetches.leave(engine.on_host)
 
     def _forget(self, name: str) -> None:
         seat = self.fleet.seats[name]
@@ -204,9 +229,12 @@ class Bus(RuleBasedStateMachine):
             if slot is None:
                 assert len({publish.slot for publish in self.publishes}) == 2
                 return
-            assert serving.version == self.slots.version(slot) == self.memory[slot]
+            assert serving.version == self.slots.version(slot) == self.memory[slot].data
             self.fleet.started(serving)
             engines = {seat.name: self.engines[seat.name] for seat in serving.seats}
+            for engine in engines.values():
+                is_alone = engine.has_failed
+                self.fetches.begin(engine.on_host, serving.version, self.now_s, is_alone=is_alone)
             self.publishes.append(Publish(serving, slot, engines))
             self.begun["publishes"] += 1
 
@@ -260,11 +288,23 @@ class Bus(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(publish.course.members))
             self._advance(publish, {name: effect}, {name: hears_of_it})
 
-    def _advance(self, publish: Publish, fails: dict[str, str], abandons: dict[str, bool]) -> None:
-        """All that are left do the next phase; members that are gone or silent fail in it."""
+    def _advance(self, publish: Publish, fails: dict[str, str], abandons: dict[str, bool]) -> bool:
+        """All that are left do the next phase; members that are gone or silent fail in it.
+
+        An engine on another host may only wait in it: False.
+        """
         course, phase = publish.course, publish.course.phase
         assert phase is not None
         failed = {}
+        if phase is Phase.PREPARE and publish.serving.group is None:
+            (engine,) = publish.engines.values()
+            effect = next(iter(fails.values()), "whole")
+            is_there = engine.is_alive and engine.hears and engine.reads is None
+            if engine.on_host.host and is_there and effect != "none":
+                step = self._receives(engine, publish, only_begins=effect == "half")
+                if step in {"waits", "begins"} and not fails:
+                    return step == "begins"
+                fails = fails or ({engine.name: "none"} if step == "refuses" else {})
         for name in course.members:
             engine = publish.engines[name]
             is_there = engine.is_alive and engine.hears and engine.reads is None
@@ -286,6 +326,54 @@ class Bus(RuleBasedStateMachine):
         assert not failed or phase is not Phase.LOAD or set(before) <= set(course.failed)
         if course.phase is None:
             self._finish(publish, abandons)
+        return True
+
+    def _receives(self, engine: Engine, publish: Publish, *, only_begins: bool) -> str:
+        """Do the agent's next step towards having a version, as the relay has told it."""
+        version, place = publish.serving.version, engine.on_host
+        if publish.told is None:
+            publish.told = self.fetches.source(place, self.now_s)
+            if publish.told == "":
+                self._begins_to_fetch(engine)
+            return "waits" if publish.told is None else "begins"
+        if publish.told:
+            if (memory := self.files.get(publish.told)) is not None:
+                if memory.label != version:
+                    return "refuses"
+                self.begun["mapped"] += 1
+                self.files.pop(engine.path, None)
+                engine.path, engine.received = "", memory
+                return "has it"
+            self.begun["unseen"] += 1
+            self._begins_to_fetch(engine)
+            publish.told = ""
+            return "begins"
+        memory = self.files[engine.path]
+        memory.data = memory.label = version
+        engine.received = memory
+        self.begun["fetched"] += 1
+        if not only_begins:
+            self.fetches.fetched(place, engine.path)
+        return "has it"
+
+    def _begins_to_fetch(self, engine: Engine) -> None:
+        if engine.on_host.num_readers:  # the relay's word for it
+            self.begun["left"] += 1
+            del self.files[engine.path]
+            engine.path = ""
+        if not engine.path:
+            self.num_files += 1
+            engine.path = f"/proc/1/fd/{self.num_files}"
+            self.files[engine.path] = Memory()
+        memory = self.files[engine.path]
+        memory.label, memory.data = None, MIXTURE
+
+    def _loaded_by(self, engine: Engine, publish: Publish) -> Memory:
+        """Return the memory from which an engine loads."""
+        if not engine.on_host.host:
+            return self.memory[publish.slot]
+        assert engine.received is not None
+        return engine.received
 
     def _does(self, engine: Engine, phase: Phase, publish: Publish, *, is_torn: bool) -> None:
         version = publish.serving.version
@@ -294,11 +382,13 @@ class Bus(RuleBasedStateMachine):
                 engine.is_paused = True
             case Phase.LOAD:
                 assert engine.is_paused, "weights move under an engine that generates"
-                engine.data = MIXTURE if is_torn else self.memory[publish.slot]
+                engine.data = MIXTURE if is_torn else self.memory[publish.slot].data
             case Phase.ADOPT:  # pause to resume, by its agent: it fails anywhere in between
                 engine.is_paused = True
-                engine.data = MIXTURE if is_torn else self.memory[publish.slot]
+                memory = self._loaded_by(engine, publish)
+                engine.data = MIXTURE if is_torn else memory.data
                 if not is_torn:
+                    assert memory.label == version, "it is overwritten while it is read"
                     assert engine.label is None or engine.label <= version, "a label goes back"
                     engine.label, engine.is_paused = version, False
             case Phase.COMMIT:
@@ -318,37 +408,92 @@ class Bus(RuleBasedStateMachine):
         if not staged:
             return
         publish = data.draw(st.sampled_from(staged))
-        while publish.course.phase is not Phase.ADOPT and publish in self.publishes:
-            self._advance(publish, {}, {})
-        if publish not in self.publishes or not publish.course.members:
+        for _ in range(4):
+            if publish in self.publishes and publish.course.phase is not Phase.ADOPT:
+                self._advance(publish, {}, {})
+        is_ready = publish.course.phase is Phase.ADOPT and bool(publish.course.members)
+        if publish not in self.publishes or not is_ready:
             return
         (name,) = publish.course.members
         engine = publish.engines[name]
         self._advance(publish, {name: "late"}, {})
         for _ in range(writes):
             self.learner_publishes(new_epoch=False)
+            self._turn_to_the_end()
         if ends and engine.reads is not None:
             self._ends_late(engine)
 
+    @rule(
+        joins=st.booleans(),
+        reader=st.sampled_from(["is told", "has opened it", "loads late"]),
+        owner=st.sampled_from(["begins to fetch", "fetches", "dies"]),
+    )
+    def an_engine_overtakes_its_readers(self, joins: bool, reader: str, owner: str) -> None:
+        """The one that fetched gets the next version, or dies, while another reads its file."""
+        self._turn_to_the_end()
+        if sum(bool(engine.on_host.host) for engine in self.engines.values()) < 2:
+            for name in NAMES[:2]:
+                self.an_engine_starts(name, "tcp", "cpu", "h")
+        self.learner_publishes(new_epoch=False)
+        self.decide()
+        reading = self._until_one_is_told()
+        if reading is None:
+            return
+        (engine,) = reading.engines.values()
+        its_owner = engine.on_host.reads
+        if reader != "is told":
+            self._advance(reading, {}, {})
+        self._advance_all(9, but=reading)
+        if reader == "loads late" and reading.course.phase is Phase.ADOPT:
+            self._advance(reading, {engine.name: "late"}, {})
+        for name in [name for name, it in self.engines.items() if it.on_host is its_owner]:
+            if owner == "dies":
+                self._dies(name)
+                continue
+            self.learner_publishes(new_epoch=False)
+            self.decide()
+            self._advance_all(1 if owner == "begins to fetch" else 3, but=reading)
+        if joins:
+            self.an_engine_starts("d", "tcp", "cpu", "h")
+            self.decide()
+            self._advance_all(3, but=reading)
+        for _ in range(3):
+            if reading in self.publishes:
+                self._advance(reading, {}, {})
+
+    def _advance_all(self, times: int, *, but: Publish) -> None:
+        for _ in range(times):
+            for publish in [it for it in self.publishes if it is not but]:
+                self._advance(publish, {}, {})
+
+    def _until_one_is_told(self) -> Publish | None:
+        for _ in range(4):
+            for publish in list(self.publishes):
+                if publish in self.publishes and publish.course.phase is Phase.PREPARE:
+                    self._advance(publish, {}, {})
+                if publish.told:
+                    return publish
+        return None
+
     def _begins_late(self, engine: Engine, publish: Publish) -> None:
         self.begun["late"] += 1
-        version, slot = publish.serving.version, publish.slot
-        engine.reads = LateRead(slot, version, self.labels[slot], self.memory[slot])
+        version, memory = publish.serving.version, self._loaded_by(engine, publish)
+        engine.reads = LateRead(memory, version, memory.label, memory.data)
         engine.is_paused, engine.data = True, MIXTURE
 
     @precondition(lambda self: any(engine.reads for engine in self.engines.values()))
     @rule(data=st.data())
     def a_late_load_ends(self, data: st.DataObject) -> None:
-        """The engine adopts what it read if the slot is labelled with it before and after."""
+        """The engine adopts what it read if the memory is labelled with it before and after."""
         names = sorted(name for name, engine in self.engines.items() if engine.reads)
         self._ends_late(self.engines[data.draw(st.sampled_from(names))])
 
     def _ends_late(self, engine: Engine) -> None:
         reads, engine.reads = engine.reads, None
         assert reads is not None
-        is_same = reads.data == self.memory[reads.slot]
+        is_same = reads.data == reads.memory.data
         engine.data = reads.data if is_same else MIXTURE
-        if reads.version == reads.label == self.labels[reads.slot]:
+        if reads.version == reads.label == reads.memory.label:
             assert engine.label is None or engine.label <= reads.version, "a label goes back"
             engine.label, engine.is_paused = reads.version, False
             self.begun["late and whole"] += 1
@@ -357,15 +502,20 @@ class Bus(RuleBasedStateMachine):
 
     def _turn_to_the_end(self) -> None:
         self.decide()
-        for publish in list(self.publishes):
-            while publish in self.publishes:
-                self._advance(publish, {}, {})
+        while self.publishes:
+            moved = [self._advance(publish, {}, {}) for publish in list(self.publishes)]
+            if not any(moved):
+                self.now_s += HOST_PATIENCE_S
+                moved = [self._advance(publish, {}, {}) for publish in list(self.publishes)]
+                assert any(moved), "engines of a host wait for each other"
         self._heartbeats()
 
     def _finish(self, publish: Publish, abandons: dict[str, bool]) -> None:
         course = publish.course
         for name in course.members:
             assert publish.engines[name].label == publish.serving.version
+        for name, engine in publish.engines.items():
+            engine.has_failed = name in course.failed
         for name in course.failed:
             engine = publish.engines[name]
             can_abandon = engine.is_alive and engine.hears and engine.reads is None
@@ -383,6 +533,8 @@ class Bus(RuleBasedStateMachine):
     def _release(self, publish: Publish) -> None:
         self.publishes.remove(publish)
         self.slots.end(publish.slot)
+        for engine in publish.engines.values():
+            self.fetches.end(engine.on_host)
 
     # ---- what holds at every moment ------------------------------------------
 
@@ -395,7 +547,11 @@ class Bus(RuleBasedStateMachine):
     @invariant()
     def what_is_read_is_not_written(self) -> None:
         for publish in self.publishes:
-            assert self.memory[publish.slot] == publish.serving.version
+            assert self.memory[publish.slot].data == publish.serving.version
+            if publish.told is not None and publish.course.phase is Phase.ADOPT:
+                for name in publish.course.members:
+                    memory = self._loaded_by(publish.engines[name], publish)
+                    assert memory.data == memory.label == publish.serving.version
         assert len({publish.slot for publish in self.publishes}) <= 2
 
     @invariant()
@@ -450,3 +606,9 @@ class Bus(RuleBasedStateMachine):
         for engine in self.engines.values():
             assert newest is None or engine.label == engine.data == newest
             assert newest is None or not engine.is_paused
+        before = self.begun["fetched"]
+        self.learner_publishes(new_epoch=False)
+        self._turn_to_the_end()
+        there = [engine for engine in self.engines.values() if engine.on_host.host]
+        assert self.begun["fetched"] - before == bool(there), "a version comes to a host once"
+        assert all(engine.label == self.newest for engine in there)

@@ -322,7 +322,9 @@ COMMANDS: list[weightbus.Command] = [
     weightbus.Abandon(command_id=2, reason="the engine stopped receiving"),
     weightbus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),
     weightbus.ReceiveVersion(command_id=4, manifest=MANIFEST, path="/weights/v2.5"),
-    weightbus.ReceiveVersion(command_id=4, manifest=MANIFEST, mapped="/proc/1/fd/9"),
+    weightbus.ReceiveVersion(
+        command_id=4, manifest=MANIFEST, mapped="/proc/1/fd/9", may_be_read=True
+    ),
     weightbus.ReceiveVersion(
         command_id=10,
         manifest=MANIFEST,
@@ -354,11 +356,13 @@ AGENT_MESSAGES: list[weightbus.AgentMessage] = [
         transport="tcp",
         adopted=VERSION,
         forward=weightbus.BulkDoor(endpoint="tcp://10.0.0.7:5700", key="k" * 40),
+        host="8f1c/4026531836/1000",
     ),
     weightbus.Leave(name="generator-0"),
     weightbus.CommandOutcome(
         command_id=1, error="refused", num_in_flight=3, num_bytes=7, checksums={"norm": "00ff"}
     ),
+    weightbus.CommandOutcome(command_id=2, num_bytes=7, path="/proc/1/fd/9"),
 ]
 FETCHES = [
     weightbus.FetchBucket(version=VERSION, index=1),

@@ -5,6 +5,9 @@ this process's descriptor: the kernel frees them when the process ends, however 
 in a folder named for the version. The folder exists while the memory holds that version, whole and
 verified: an engine that carries out an order late finds no other version in its place.
 
+Other engines of the host may map the file, too. So its header has a label, which is taken out
+before a byte changes, and its size is sealed: memory of another size takes its place.
+
 With deltas the memory is kept from one version to the next, and the next version's deltas are
 applied to its buckets in place. A bucket has no valid version while a delta is applied to it, and
 after that fails.
@@ -12,6 +15,7 @@ after that fails.
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
@@ -26,7 +30,12 @@ from slipstream.weightbus.agent.bucket_holdings import HeldBuckets
 from slipstream.weightbus.net.curve import FETCH_AHEAD
 from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_bytes_of
 from slipstream.weightbus.version.disk import check_digest
-from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
+from slipstream.weightbus.version.layout import (
+    LABEL_AT,
+    LABEL_BYTES,
+    bucket_offsets,
+    safetensors_header,
+)
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, WeightManifest
@@ -35,6 +44,7 @@ from slipstream.wire.models.model_files import WEIGHTS
 
 _log = logging.getLogger(__name__)
 _MEMORY = "memory"  # link to the descriptor
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds the wait of receiving
 
 
@@ -64,13 +74,19 @@ class Staging:
         """Parent of the folder of a version, for the engine."""
         return self._folder
 
+    @property
+    def path(self) -> str:
+        """Path of the memory for other processes of this user; empty while it is not shown."""
+        is_own = self._shown is not None and self._elsewhere < 0
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}" if is_own else ""
+
     def show_mapped(self, version: PolicyVersion, descriptor: int) -> Path:
         """Show the engine a version in another process's file; return its folder.
 
-        The descriptor is closed when the version is hidden: whatever happens to that process, the
-        link leads to the file.
+        Memory of this process is freed. The descriptor is closed when the version is hidden:
+        whatever happens to that process, the link leads to the file.
         """
-        self._hide()
+        self.free()
         self.fetched_bytes = 0
         self._elsewhere = descriptor
         return self._show(version, Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
@@ -96,7 +112,8 @@ class Staging:
 
     def _open(self) -> None:
         self._hide()
-        self._descriptor = os.memfd_create("slipstream-received")
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._descriptor = os.memfd_create("slipstream-received", flags)
         self._size = 0
         self._mapped: mmap.mmap | None = None
         self._layout: tuple[object, ...] = ()  # layout of the memory's contents
@@ -144,7 +161,7 @@ class Staging:
             self._folder.rmdir()
 
     def _leave_to_reader(self) -> None:
-        """Change to other memory: the engine never answered and may still read this one."""
+        """Change to other memory: an engine may still read this one, and keeps it alive."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -203,8 +220,9 @@ class Staging:
             self.held.end()
             await asyncio.to_thread(self._leave_to_reader)
             self.may_be_read = False
-        header = safetensors_header(manifest)
+        header = safetensors_header(manifest, label="")
         self._make_room(header, manifest)
+        self._label("")
         self.fetched_bytes = 0
         gate = asyncio.Semaphore(ahead)
         starts = [len(header) + at for at in bucket_offsets(manifest)]
@@ -229,7 +247,14 @@ class Staging:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:  # no write may be pending when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)
+        self._label(manifest.version.label)
         return self._show(manifest.version)
+
+    def _label(self, label: str) -> None:
+        """Say which version the memory holds whole; empty before a byte of it changes."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.pwrite(self._descriptor, label.rjust(LABEL_BYTES).encode(), LABEL_AT)
 
     async def _get(
         self,
@@ -263,10 +288,14 @@ class Staging:
         with self._lock:
             if layout != self._layout:
                 if total != self._size:
+                    if self._layout:
+                        os.close(self._descriptor)
+                        self._open()
                     os.ftruncate(self._descriptor, total)
                 os.pwrite(self._descriptor, header, 0)
                 self._size, self._layout, self._mapped = total, layout, None
                 self._bases = [None] * len(manifest.buckets)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             if self._uses_deltas and self._mapped is None:
                 self._mapped = mmap.mmap(self._descriptor, total)
 

@@ -127,7 +127,7 @@ class EngineUpdates:
         self._manifest: WeightManifest | None = None  # the offered version
         self._received: Path | None = None
         self._expected: Mapping[str, str] | None = None  # checksums that were computed here
-        self._is_out_of_sight = False  # the learner's memory cannot be opened here
+        self._is_out_of_sight = False  # another process's memory cannot be opened here
         self._fetched_there = 0  # bytes of the last version that other hosts fetched
         self._engines: tuple[str, ...] = ()  # other engines that served the received version
         self._checksums: dict[str, str] = {}  # the engine's last answer
@@ -227,7 +227,10 @@ class EngineUpdates:
         seconds = {"expect": time.monotonic() - since_s}
         num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there
         return CommandOutcome(
-            command_id=command.command_id, num_bytes=num_bytes, phase_seconds=seconds
+            command_id=command.command_id,
+            num_bytes=num_bytes,
+            path="" if command.path else self._staging.path,
+            phase_seconds=seconds,
         )
 
     async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
@@ -251,7 +254,7 @@ class EngineUpdates:
         return here.result()
 
     async def _map(self, command: ReceiveVersion) -> Path | None:
-        """Return a folder with the learner's own file; None if it is out of sight here.
+        """Return a folder with another process's own file; None if it is out of sight here.
 
         Raises:
             PublishError: the file holds another version.
@@ -262,7 +265,7 @@ class EngineUpdates:
         except OSError as error:
             if not self._is_out_of_sight:
                 self._is_out_of_sight = True
-                _log.info("versions are fetched: the learner's memory: %s", error)
+                _log.info("a version is fetched, which others of this host have: %s", error)
             return None
         return self._staging.show_mapped(manifest.version, descriptor)
 
@@ -271,6 +274,7 @@ class EngineUpdates:
         if command.path:
             await asyncio.to_thread(check_folder, Path(command.path), manifest)
             return Path(command.path)
+        staging.may_be_read |= command.may_be_read
         folder = await fetch_into(staging, manifest, fetcher, command.sources, command.first_part)
         self._engines = fetcher.engines
         return folder

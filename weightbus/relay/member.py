@@ -12,6 +12,8 @@ import zmq
 
 from slipstream.weightbus.net.router import MessageRouter
 from slipstream.weightbus.net.traffic import Traffic
+from slipstream.weightbus.relay.host_fetches import HostEngine
+from slipstream.weightbus.relay.host_sharing import HostSharing
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.versions import PolicyVersion
@@ -49,10 +51,14 @@ class Member:
         timeout_s: float,
         bulk: BulkDoor | None = None,
         traffic: Traffic | None = None,
+        host: str = "",
+        sharing: HostSharing | None = None,
     ) -> None:
         self.name = name
         self.bulk = bulk  # this relay's door for it
         self.before: Member | None = None  # its source in a chain, for the version it receives
+        self.on_host = HostEngine(host)  # state among the engines of its host
+        self._sharing = sharing
         self.first_part = 0  # first part to fetch of a version; in a chain the same for all
         self.serves: Member | None = None  # member behind it, admitted at its door
         self.num_commands = 0
@@ -107,6 +113,17 @@ class Member:
         """Fail all pending commands: the agent will not answer."""
         self._gone = why
         self._fail(PublishError(f"{self.name} {why}"))
+
+    # ---- other engines of its host --------------------------------------------
+
+    async def source(self) -> str:
+        """Return another engine's file to map; empty if it is to fetch. Waits for that engine."""
+        return await self._sharing.source(self.on_host) if self._sharing is not None else ""
+
+    def fetched(self, path: str) -> None:
+        """Let others of its host map the file with what its agent has fetched."""
+        if self._sharing is not None:
+            self._sharing.fetched(self.on_host, path)
 
     # ---- commands ------------------------------------------------------------
 

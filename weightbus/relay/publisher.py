@@ -32,6 +32,7 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.chain import Chains, may_be_source
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
+from slipstream.weightbus.relay.host_sharing import HostSharing
 from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.served import VersionReading, Versions
@@ -118,6 +119,7 @@ class Publisher:
         )
         self.traffic = traffic or Traffic()
         self._chains = Chains(settings.fanout)
+        self._sharing = HostSharing(limit_s=settings.receive_timeout_s, now=now)
         self._turns = itertools.count()
         self._closing: list[Member] = []  # members that still admit a former successor
         self._near: BulkDoor | None = None
@@ -281,6 +283,8 @@ class Publisher:
         if len(self._members) >= _MAX_MEMBERS:
             _log.error("%s is refused: %d engines are on the weight bus", name, _MAX_MEMBERS)
             return
+        transport = self._transport_for(join, name, is_far=bool(sender.key))
+        shares = bool(sender.key and join.host) and transport == FALLBACK
         member = Member(
             peer,
             join,
@@ -288,11 +292,14 @@ class Publisher:
             name=name,
             relay=self._incarnation,
             key=sender.key,
-            transport=self._transport_for(join, name, is_far=bool(sender.key)),
+            transport=transport,
             timeout_s=self._settings.timeout_s,
             bulk=self._bulk_door(is_far=bool(sender.key)),
             traffic=self.traffic,
+            host=f"{sender.key} {join.host}" if shares else "",  # no trust in other keys' engines
+            sharing=self._sharing,
         )
+        self._sharing.join(member.on_host)
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         if self._parts is not None and self._remote is not None and sender.key:
             self._parts.tell(self._remote.holders)  # the engine fetches from the parts next
@@ -341,6 +348,7 @@ class Publisher:
         self._dissolve(self._fleet.forget(member.name))
         self._chains.leave(member.name)
         self._leave_chain(member)
+        self._sharing.leave(member.on_host)
         member.leave(why)
 
     async def _watch(self, remote: RemoteListener | None) -> None:
@@ -412,6 +420,9 @@ class Publisher:
     def _start(self, serving: Serving, reading: VersionReading, group: asyncio.TaskGroup) -> None:
         self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
+        for member in members:
+            is_alone = bool(member.failure) or reading.publication.has_adapters
+            self._sharing.begin(member.on_host, serving.version, is_alone=is_alone)
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # the task may be cancelled before it runs
         if serving.group is None:
@@ -429,12 +440,14 @@ class Publisher:
     def _before(self, member: Member, serving: Serving, reading: VersionReading) -> Member | None:
         """Return the member that serves another with a version; None for the relay.
 
-        Members of a chain are on other hosts, and offer a door.
+        Members of a chain are on other hosts, offer a door, and fetch.
         """
         is_repair = bool(member.failure)
         if serving.group is not None or reading.publication.has_adapters:
             return None
         if is_repair or not member.key or not may_be_source(member.join.forward):
+            return None
+        if not self._sharing.fetches(member.on_host):
             return None
         name = self._chains.place(serving.version, member.name)
         return self._members.get(name) if name is not None else None
@@ -469,6 +482,7 @@ class Publisher:
             check_every = self._settings.engine_check_every
             if self._parts is not None and not await self._is_held(reading):
                 self._alone.pop(serving.seats[0], None)
+                self._end_sharing(members)
                 self._fleet.postponed(serving, self._now())
                 self._decide()
                 return
@@ -476,6 +490,7 @@ class Publisher:
                 self._place(member, serving, reading)
             record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)
+            self._end_sharing(members)
             self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
             if group is not None or record.failed or serving.version != self._versions.newest:
                 self._decide()
@@ -488,6 +503,11 @@ class Publisher:
         wanted = self._versions.wanted()
         for state in self._states.values():
             await state.keep(wanted)
+
+    def _end_sharing(self, members: Sequence[Member]) -> None:
+        """Record the end of a serving before another can begin; a cancelled one's members left."""
+        for member in members:
+            self._sharing.end(member.on_host)
 
     async def _is_held(self, reading: VersionReading) -> bool:
         """True if every part of the learner keeps the version: no engine is touched before."""

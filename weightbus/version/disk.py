@@ -71,24 +71,25 @@ def remove_copies(copies: Iterable[Path], *, unfinished_only: bool = False) -> N
 
 
 def data_start(folder: Path, manifest: WeightManifest) -> int:
-    """Return the offset of a version's bytes in its file.
+    """Return the offset of a version's bytes in its file, whose header may have its label.
 
     Raises:
         PublishError: the file is missing, or holds other tensors.
     """
-    header = safetensors_header(manifest)
+    headers = [safetensors_header(manifest, label=it) for it in (None, manifest.version.label)]
     try:
         with (folder / WEIGHTS).open("rb") as file:
-            found = file.read(len(header))
+            found = file.read(max(map(len, headers)))
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise PublishError(
             f"cannot read {folder / WEIGHTS}: {error.strerror} (is weightbus.folder the same "
             "folder on every host?)"
         ) from error
-    if found != header or size != len(header) + manifest.num_bytes:
-        raise PublishError(f"{folder / WEIGHTS} does not hold the offered version")
-    return len(header)
+    for header in headers:
+        if found.startswith(header) and size == len(header) + manifest.num_bytes:
+            return len(header)
+    raise PublishError(f"{folder / WEIGHTS} does not hold the offered version")
 
 
 def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) -> None:

@@ -73,7 +73,7 @@ def watched(folder: Path, label: str) -> Iterator[Callable[[], str]]:
 def _difference(found: str | None, label: str) -> str:
     if found == label:
         return ""
-    return f"the learner's memory holds {found or 'a part of another version'}, not {label}"
+    return f"the memory holds {found or 'a part of another version'}, not {label}"
 
 
 def _unlabelled(header: bytes) -> bytes:

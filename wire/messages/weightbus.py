@@ -67,6 +67,8 @@ class Join(BusMessage, frozen=True):
     # Groups of its ranks that each hold the whole attention; unset is one.
     attention_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
     forward: BulkDoor | None = None  # address at which others may fetch its received buckets
+    # Agents with the same text can open each other's files in /proc; empty: no other agent's.
+    host: ShortText = ""
 
     def __post_init__(self) -> None:
         if self.attention_groups and self.num_ranks % self.attention_groups:
@@ -89,6 +91,7 @@ class CommandOutcome(BusMessage, frozen=True):
     error: Text = ""  # empty is success
     num_in_flight: Count = 0  # generations in flight, with the answer to Pause or Adopt
     num_bytes: Count = 0  # bytes over bulk sockets, with the answer to ReceiveVersion
+    path: Name = ""  # file with the version that it fetched, with the same answer
     # Digest of the checksums of all tensors in the engine, after Verify or Adopt.
     digest: Name = ""
     checksums: ByName[Name] = {}  # those, by the engine's tensor name, where it is about names
@@ -153,6 +156,7 @@ class ReceiveVersion(BusMessage, frozen=True):
     manifest: WeightManifest
     path: Text = ""  # folder of the version; empty if it is to be fetched
     mapped: Text = ""  # file that holds it on this host, labelled; not copied if it can be opened
+    may_be_read: bool = False  # others map the agent's memory: it must not be overwritten
     # Compute what the engine's checksums will be compared with: the relay lacks some tensors.
     is_checked: bool = False
     # Addresses of the buckets, by part of the version; the next one is used if one fails.
@@ -179,6 +183,7 @@ class EncodedReceive(BusMessage, frozen=True, tag=ReceiveVersion.__name__.lower(
     manifest: msgspec.Raw
     path: Text = ""
     mapped: Text = ""
+    may_be_read: bool = False
     is_checked: bool = False
     sources: Several[Several[BulkDoor]] = ()
     first_part: Count = 0

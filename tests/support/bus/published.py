@@ -117,6 +117,7 @@ def subscriber_of(
     name: str = "generator-0",
     transport: str,
     num_ranks: int = 1,
+    host: str = "",
     **others: Any,  # noqa: ANN401 as Subscriber
 ) -> Subscriber:
     """Return the subscriber of an engine, without a deadline unless ``others`` give it one."""
@@ -133,5 +134,6 @@ def subscriber_of(
         torch_version=installed_libraries().torch_version,
         num_ranks=num_ranks,
         transport=transport,
+        host=host,
     )
     return Subscriber(engine, join=join, tensors=tensors, staging=staging, **usual | others)

@@ -29,12 +29,12 @@ class Staged(Transport):
         """
         raise NotImplementedError
 
-    def mapped(
+    async def mapped(
         self,
         publication: Publication,  # noqa: ARG002 for subclasses
         member: Member,  # noqa: ARG002
     ) -> str:
-        """Return the file of this host's memory for an agent; empty if it is to get a copy."""
+        """Return the file with the version on an agent's host; empty if it is to get a copy."""
         return ""
 
     @override
@@ -44,13 +44,15 @@ class Staged(Transport):
 
         async def receive(member: Member) -> None:
             path = await self.path(publication, member)
+            mapped = await self.mapped(publication, member)
             sources = () if path else await self._sources(publication, member)
             outcome = await member.request(
                 lambda n: EncodedReceive(
                     command_id=n,
                     manifest=manifest,
                     path=path,
-                    mapped=self.mapped(publication, member),
+                    mapped=mapped,
+                    may_be_read=member.on_host.num_readers > 0,
                     is_checked=member.is_checked and not publication.is_whole,
                     sources=sources,
                     first_part=member.first_part,
@@ -59,6 +61,8 @@ class Staged(Transport):
             )
             slowest(self.within_prepare, outcome.phase_seconds)
             self.fetched_bytes[member.name] = outcome.num_bytes
+            if outcome.path or not mapped:
+                member.fetched(outcome.path)
 
         await all_of(members, receive)
 
@@ -81,10 +85,12 @@ class OverTcp(Staged):
         return ""
 
     @override
-    def mapped(self, publication: Publication, member: Member) -> str:
-        """Return the slot for an engine of this host; adapters are few bytes."""
-        is_near = not member.key and publication.is_whole
-        return publication.path if is_near and not publication.has_adapters else ""
+    async def mapped(self, publication: Publication, member: Member) -> str:
+        """Return this host's slot, or another engine's file on the agent's host."""
+        if member.key:
+            return await member.source()
+        is_near = publication.is_whole and not publication.has_adapters  # adapters are few bytes
+        return publication.path if is_near else ""
 
     @override
     async def _sources(self, publication: Publication, member: Member) -> Sources:

@@ -123,5 +123,5 @@ def test_a_rank_refuses_the_learners_memory_if_it_was_overwritten_before_the_loa
     assert output.success == (when == "never")
     assert len(manager.loaded) == (when != "before")
     if not output.success:
-        assert output.message.startswith("load: the learner's memory holds ")
+        assert output.message.startswith("load: the memory holds ")
     memory.close()

@@ -112,7 +112,7 @@ def test_a_slot_that_is_overwritten_while_an_engine_loads_it_is_not_adopted(host
     host.receive(host.write(1, 2), 1)
     host.while_loading = lambda: host.memory.label(1, None)
     outcome = host.adopt(2, is_checked=False)  # no checksum would tell
-    assert outcome.error == "the learner's memory holds a part of another version, not v1.2"
+    assert outcome.error == "the memory holds a part of another version, not v1.2"
     host.do(Abandon(command_id=4, reason="it was overwritten"))
     assert host.updates.adopted is None
     assert not host.engine.runs
@@ -133,7 +133,7 @@ def test_a_slot_that_is_overwritten_is_not_adopted_although_its_agent_went_on(ho
 
     host.while_loading = given_up
     outcome = host.adopt(2, is_checked=False)
-    assert outcome.error == "the learner's memory holds a part of another version, not v1.2"
+    assert outcome.error == "the memory holds a part of another version, not v1.2"
     assert not host.engine.runs
 
 
@@ -159,7 +159,7 @@ def test_a_slot_that_was_written_anew_before_the_load_is_not_loaded(host: Host):
     host.write(0, 2)
     before = {name: tensor.clone() for name, tensor in host.engine.tensors.items()}
     outcome = host.adopt(1, is_checked=False)
-    assert outcome.error == "the learner's memory holds v1.2, not v1.1"
+    assert outcome.error == "the memory holds v1.2, not v1.1"
     assert all(host.engine.tensors[name].equal(before[name]) for name in before)
 
 

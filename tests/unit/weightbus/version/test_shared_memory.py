@@ -132,7 +132,7 @@ def test_a_mapped_file_is_refused_unless_it_is_the_offered_version(tmp_path: Pat
     with pytest.raises(PublishError, match=r"holds a part of another version, not v1\.5"):
         open_mapped(path, offered)
     memory.label(0, PolicyVersion(1, 4))
-    with pytest.raises(PublishError, match=r"the learner's memory holds v1\.4, not v1\.5"):
+    with pytest.raises(PublishError, match=r"the memory holds v1\.4, not v1\.5"):
         open_mapped(path, offered)
     memory.label(0, VERSION)
     os.close(open_mapped(path, offered))
