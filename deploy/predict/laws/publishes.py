@@ -1,7 +1,7 @@
 """Pure: the cost of a publish between a learner and engines of a given size.
 
-The law of publish_cost.py, with each engine as a receiver: engines on one host share its NICs, and
-each loads a whole version over its own GPUs' PCIe.
+The law of publish_cost.py: one engine of each host fetches a version, or each host of an engine
+that takes several; each engine loads it into its own GPUs.
 """
 
 from dataclasses import replace
@@ -21,11 +21,12 @@ def publish_cost(
     bus: WeightBusSection,
 ) -> Cost:
     """Return a publish's cost under the settings of the weight bus."""
-    size = cluster.gpus_per_host
+    hosts = cluster.hosts(engine_ranks)
+    fetches = engines * hosts if hosts > 1 else cluster.hosts(engines * engine_ranks)
     setup = Setup(
         version_bytes=version_bytes,
         learner_hosts=cluster.hosts(learner_gpus),
-        engine_hosts=engines * cluster.hosts(engine_ranks),
+        engine_hosts=fetches,
         nics=cluster.nics,
         nic_bytes_s=cluster.nic_bytes_s,
         gpus=engine_ranks,
@@ -35,11 +36,5 @@ def publish_cost(
         connections=bus.connections or Setup.connections,
         rates=Rates.of(bus),
     )
-    cost = cost_of(setup)
-    on_a_host = min(engines, max(1, size // engine_ranks))
-    arrives_s = on_a_host * version_bytes / (cluster.nics * cluster.nic_bytes_s)
-    return replace(
-        cost,
-        stall_s=version_bytes / (learner_gpus * cluster.pcie_bytes_s),
-        receive_s=max(cost.receive_s, arrives_s),
-    )
+    stall_s = version_bytes / (learner_gpus * cluster.pcie_bytes_s)
+    return replace(cost_of(setup), stall_s=stall_s)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.laws.publishes import publish_cost
 from slipstream.weightbus.config import WeightBusSection
 from tests.support.planned import H100
@@ -31,8 +32,15 @@ def test_a_star_sends_to_every_engine_and_a_chain_once():
     assert chain.digest_s > 3 * star.digest_s, "blake2b, for engines that pass bytes on"
 
 
-def test_engines_on_one_host_share_its_nics_and_load_by_themselves():
-    cost = publish_cost(400e9, H100, learner_gpus=64, engines=8, engine_ranks=2, bus=FAST)
-    assert cost.receive_s == pytest.approx(4.0)  # four versions into each of two hosts
-    assert cost.load_s == pytest.approx(400 / 2 / 8)
-    assert cost.stall_s == 400 / 64 / 50
+def test_engines_on_one_host_share_a_fetch_and_load_by_themselves():
+    def cost(engines: int, ranks: int) -> Cost:
+        return publish_cost(
+            400e9, H100, learner_gpus=64, engines=engines, engine_ranks=ranks, bus=FAST
+        )
+
+    small = cost(engines=9, ranks=2)  # on three hosts of eight GPUs
+    assert small.receive_s == pytest.approx(1.0)  # NICs of each host take one version
+    assert small.relayed_bytes == 3 * 400e9
+    assert small.load_s == pytest.approx(400 / 2 / 8)
+    assert small.stall_s == 400 / 64 / 50
+    assert cost(engines=3, ranks=16).relayed_bytes == 6 * 400e9, "each host of a large engine"
