@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
@@ -198,7 +200,8 @@ class BucketFetcher:
         """Connect to nothing yet.
 
         ``timeout_s`` limits one bucket at its last door, and half of it at the doors before. With 0
-        ``connections`` there are 1 to a door on this host and 4 to others.
+        ``connections`` there are as many to a door as ``num_connections`` says; doors of a part
+        of the versions alone share them, as no more buckets are fetched at a time.
         """
         self._context = context
         self._max_bytes = _HEAD_BYTES  # largest frame that is expected
@@ -264,11 +267,11 @@ class BucketFetcher:
             raise PublishError(f"a part of {manifest.version.label} has no door")
         self._close_others({door for doors in wanted for door in doors})
         self._refuse_forgeable(manifest, wanted)
-        for door in (door for doors in wanted for door in doors):
+        for door, num_of_it in Counter(door for doors in wanted for door in doors).items():
             if door != self._relay.door and door not in self._others:
                 if not door.key and not door.endpoint.startswith(_UNIX):
                     raise PublishError(f"{door.endpoint} proves no key")
-                self._others[door] = self._open(door, False)
+                self._others[door] = self._open(door, False, num_of_it / len(wanted))
         open_doors = {**self._others, self._relay.door: self._relay}
         return Receiving(
             manifest,
@@ -307,8 +310,11 @@ class BucketFetcher:
                 '"blake2b" at the learner'
             )
 
-    def _open(self, door: BulkDoor, heals: bool) -> _OpenDoor:
+    def _open(self, door: BulkDoor, heals: bool, share: float = 1.0) -> _OpenDoor:
+        """Connect to a door that has this share of the parts of a version."""
         number = self._connections_to(door)
+        if not self._num_connections:
+            number = max(1, math.ceil(number * share))
         return _OpenDoor(
             self._context,
             door,

@@ -11,7 +11,7 @@ import zmq.asyncio
 from typing_extensions import override
 
 from slipstream.broker.listening.curve import ping, prove_key, require_keys
-from slipstream.broker.listening.gate import limit_of
+from slipstream.broker.listening.gate import Limit, limit_of
 from slipstream.broker.listening.router import ListeningRouter
 from slipstream.weightbus.net.listening import why_not_listening
 from slipstream.weightbus.net.proofs import (
@@ -41,6 +41,7 @@ _PLAIN_FRAMES = 2  # frames of a request at a plain door: MAC, body
 _TCP = "tcp://"
 # Shares of the descriptors for connections to a port. A relay uses the first two, and three others.
 _COMMANDS, _BUCKETS, _FORWARD, _LEADER = 1 / 8, 1 / 2, 1 / 8, 1 / 4
+_MOST_AT_DOOR = 1_024 * _MOST_FAR  # connections for buckets: of a thousand agents, 4 KiB each
 
 
 class KeyedListener:
@@ -155,7 +156,7 @@ class KeyedListener:
             context,
             endpoint,
             setting=self.setting,
-            limit=limit_of(share),
+            limit=limit_at(share, has_buckets=has_buckets),
             max_frame_bytes=_MAX_BULK_BYTES if has_buckets else PIECE_BYTES,
             prepare=prepare,
         )
@@ -304,6 +305,11 @@ class LeaderListener(KeyedListener):
                 raise
             at = f"{self._listen} ({self.setting})"
             raise ConfigError(f"cannot listen at {at}: {why}") from error
+
+
+def limit_at(share: float, *, has_buckets: bool) -> Limit:
+    """Return the limit of connections to a port, of which an agent has many for buckets."""
+    return limit_of(share, most=_MOST_AT_DOOR) if has_buckets else limit_of(share)
 
 
 def num_connections(wanted: int, *, is_far: bool) -> int:

@@ -63,8 +63,9 @@ class HostFetches:
 
         Ask again after every change, and after ``wait_s``.
         """
-        if engine.reads is not None and engine.reads.path:
-            return engine.reads.path
+        owner = engine.reads
+        if owner is not None and owner.path and owner.fetched == engine.receiving:
+            return owner.path
         self._stop_reading(engine)
         if engine.is_fetching or engine.is_alone or not engine.host:
             return self.fetch(engine)
@@ -78,7 +79,8 @@ class HostFetches:
         if any(other.is_fetching and not other.is_alone for other in alike):
             return None
         latest = max((engine, *others), key=lambda it: it.fetched or _NOTHING)
-        is_coming = latest.receiving is not None and latest.fetched != engine.receiving
+        its, wanted = latest.receiving, engine.receiving
+        is_coming = its is not None and wanted is not None and latest.fetched != wanted >= its
         is_awaited = is_coming and latest is not engine and not latest.is_alone
         return None if is_awaited and self.wait_s(engine, now_s) > 0 else self.fetch(engine)
 

@@ -24,7 +24,7 @@ class HostSharing:
         self._fetches = HostFetches(patience_s=_PATIENCE_S)
         self._limit_s = limit_s
         self._now = now
-        self._changed = asyncio.Event()
+        self._changed: dict[str, asyncio.Event] = {}  # by host, while engines there wait
         self.num_late = 0  # engines that waited in vain
 
     def join(self, engine: HostEngine) -> None:
@@ -34,7 +34,7 @@ class HostSharing:
     def leave(self, engine: HostEngine) -> None:
         """Remove an engine."""
         self._fetches.leave(engine)
-        self._wake()
+        self._wake(engine)
 
     def begin(self, engine: HostEngine, version: PolicyVersion, *, is_alone: bool) -> None:
         """Record that an engine is to get a version, by itself or with others of its host."""
@@ -43,7 +43,7 @@ class HostSharing:
     def end(self, engine: HostEngine) -> None:
         """Record that it has the version, or failed to get it."""
         self._fetches.end(engine)
-        self._wake()
+        self._wake(engine)
 
     def fetches(self, engine: HostEngine) -> bool:
         """True if an engine fetches the version; false if it maps another's, or waits."""
@@ -52,7 +52,7 @@ class HostSharing:
     def fetched(self, engine: HostEngine, path: str) -> None:
         """Let the others of its host map what an engine fetched."""
         self._fetches.fetched(engine, path if _PATH.fullmatch(path) else "")
-        self._wake()
+        self._wake(engine)
 
     async def source(self, engine: HostEngine) -> str:
         """Return the file that an engine maps; empty if it fetches.
@@ -62,18 +62,19 @@ class HostSharing:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limit_s):
                 while (path := self._fetches.source(engine, self._now())) is None:
-                    await self._change(self._fetches.wait_s(engine, self._now()))
+                    await self._change(engine, self._fetches.wait_s(engine, self._now()))
                 return path
         self.num_late += 1
         _log.warning("an engine fetches: its host had no version after %g s", self._limit_s)
         return self._fetches.fetch(engine)
 
-    async def _change(self, wait_s: float) -> None:
-        changed = self._changed
+    async def _change(self, engine: HostEngine, wait_s: float) -> None:
+        changed = self._changed.setdefault(engine.host, asyncio.Event())
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s if wait_s > 0 else None):
                 await changed.wait()
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _wake(self, engine: HostEngine) -> None:
+        """Let those of its host ask again; those of other hosts have no reason to."""
+        if (changed := self._changed.pop(engine.host, None)) is not None:
+            changed.set()

@@ -3,6 +3,7 @@
 The learner takes the label out before a byte changes (shared_memory.py).
 """
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -14,13 +15,15 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.models.model_files import WEIGHTS
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # an engine that maps it does not crash
+
 
 def open_mapped(path: Path, manifest: WeightManifest) -> int:
     """Open a file that holds the offered version; return its descriptor.
 
     Raises:
-        OSError: there is no such file here: its process is gone, or out of sight, and another
-            process may have its number.
+        OSError: there is no such memory of this user here: its process is gone, or out of sight,
+            and another process may have its number.
         PublishError: it holds another version, or a part of one.
     """
     # The number may be another process's: a pipe must not stop us.
@@ -40,6 +43,10 @@ def _check(descriptor: int, manifest: WeightManifest) -> None:
     is_ours = status.st_size == len(expected) + manifest.num_bytes
     if not is_ours or _unlabelled(found) != _unlabelled(expected):
         raise OSError(f"the file there does not hold the tensors of {label}")
+    # Its digests are not compared here: whoever names a path must not name just any file.
+    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    if not is_sealed or status.st_uid != os.geteuid():
+        raise OSError("the file there is no memory of this user whose size is sealed")
     if why := _difference(label_in(found), label):
         raise PublishError(why)
 

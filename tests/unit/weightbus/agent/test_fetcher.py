@@ -10,6 +10,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.weightbus.agent import fetcher as fetcher_module
 from slipstream.weightbus.agent.fetcher import BucketFetcher, fetch_order
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
@@ -165,3 +166,23 @@ def test_parts_take_turns_and_every_bucket_comes_once(parts: list[int], first: i
         assert [i for i in order if parts[i] == part] == [
             i for i, one in enumerate(parts) if one == part
         ]
+
+
+@pytest.mark.parametrize(("configured", "numbers"), [(0, [3, 12]), (5, [5, 5])])
+async def test_doors_of_a_part_alone_share_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: int, numbers: list[int]
+):
+    """Otherwise an agent of a learner on 16 hosts would run out of descriptors."""
+    monkeypatch.setattr(fetcher_module, "num_connections", lambda wanted, **_: wanted or 12)
+    buckets = tuple(Bucket((), 8, part) for part in range(4))
+    manifest = WeightManifest(version=VERSION, buckets=buckets)
+    context = zmq.asyncio.Context()
+    fetcher = BucketFetcher(context, timeout_s=1.0, connections=configured)
+    endpoint = f"ipc://{tmp_path}/relay"
+    fetcher.connect(RelayAddress(endpoint=endpoint, bulk_endpoint=endpoint), None)
+    one, every = (BulkDoor(endpoint=f"ipc://{tmp_path}/{name}") for name in ("one", "every"))
+    fetcher.receiving(manifest, [[every, one], *([[every]] * 3)])
+    opened = fetcher._others
+    assert [len(opened[door]._connections) for door in (one, every)] == numbers
+    fetcher.close()
+    context.destroy(linger=0)

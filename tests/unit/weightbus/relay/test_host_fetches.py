@@ -1,5 +1,7 @@
 """Which engine of a host fetches, which ones map its file, and which ones wait for it."""
 
+import asyncio
+
 import pytest
 
 from slipstream.weightbus.relay.host_fetches import HostEngine, HostFetches
@@ -74,6 +76,14 @@ def test_a_busy_owner_of_the_version_before_is_awaited_for_a_while_only():
     assert (host.ask(0, 4.9), host.ask(0, 5.0), host.ask(1, 5.0)) == (None, "", None)
 
 
+def test_nobody_waits_for_one_that_gets_a_later_version():
+    host = Host()
+    host.brings(V1, by=2)
+    host.begin(V2, 0)
+    host.begin(V3, 2)
+    assert host.ask(0) == ""
+
+
 def test_another_one_fetches_when_the_first_fails():
     host = Host()
     host.begin(V1)
@@ -121,6 +131,21 @@ def test_readers_of_a_file_are_counted_while_its_owner_has_the_next_version():
     assert host.ask(0) == ""
     assert host.engines[0].num_readers == 1
     host.end(1)
+    assert host.engines[0].num_readers == 0
+
+
+def test_one_that_was_told_a_file_and_not_ordered_to_map_it_is_not_sent_to_the_next_version():
+    """It is asked as it is placed, and again before the order."""
+    host = Host()
+    host.begin(V1)
+    host.ask(0)
+    host.fetched(0)
+    assert host.ask(1) == FILE
+    host.end(0)
+    host.begin(V2, 0)
+    host.ask(0)
+    host.fetched(0, "/proc/7/fd/4")
+    assert host.ask(1) == ""
     assert host.engines[0].num_readers == 0
 
 
@@ -175,3 +200,29 @@ async def test_an_engine_fetches_when_others_of_its_host_take_too_long():
     assert await sharing.source(engines[0]) == ""
     assert await sharing.source(engines[1]) == ""
     assert sharing.num_late == 1
+
+
+async def test_a_change_on_a_host_wakes_its_own_engines_alone(monkeypatch: pytest.MonkeyPatch):
+    sharing = HostSharing(limit_s=NEVER_S)
+    owners, waiting = ([HostEngine(name) for name in "ab"] for _ in range(2))
+    for engine in (*owners, *waiting):
+        sharing.join(engine)
+        sharing.begin(engine, V1, is_alone=False)
+    for owner in owners:
+        assert await sharing.source(owner) == ""
+    asked: list[HostEngine] = []
+    source = sharing._fetches.source
+
+    def counted(engine: HostEngine, now_s: float) -> str | None:
+        asked.append(engine)
+        return source(engine, now_s)
+
+    monkeypatch.setattr(sharing._fetches, "source", counted)
+    tasks = [asyncio.create_task(sharing.source(engine)) for engine in waiting]
+    await asyncio.sleep(0)
+    asked.clear()
+    for owner, task, engine in zip(owners, tasks, waiting, strict=True):
+        sharing.fetched(owner, FILE)
+        assert await task == FILE
+        assert asked == [engine]
+        asked.clear()

@@ -148,6 +148,24 @@ def test_a_mapped_file_is_refused_unless_it_is_the_offered_version(tmp_path: Pat
         open_mapped(tmp_path / "absent", offered)
 
 
+def test_only_sealed_memory_of_this_user_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another engine names the path, and digests are not compared."""
+    memory = SharedSlots.make(LAYOUT, num_slots=1)
+    memory.label(0, VERSION)
+    path, offered = Path(memory.paths[0]), msgspec.structs.replace(LAYOUT, version=VERSION)
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.write(unsealed, path.read_bytes())
+    for other in (tmp_path / "copy", Path(f"/proc/self/fd/{unsealed}")):
+        with pytest.raises(OSError):  # noqa: PT011 a file system may not know seals at all
+            open_mapped(other, offered)
+    os.close(unsealed)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(OSError, match="no memory of this user"):
+        open_mapped(path, offered)
+
+
 def test_a_descriptor_of_another_process_with_the_same_number_does_not_stop_an_agent():
     offered = msgspec.structs.replace(LAYOUT, version=VERSION)
     reading, writing = os.pipe()
