@@ -87,6 +87,7 @@ def predicted_s(num_bytes: int, part_s: Mapping[str, float], *, is_mapped: bool)
     rates = Rates(
         wire=math.inf if is_mapped else num_bytes / part_s[SEND],
         digest=num_bytes / part_s[HASH],
+        encode=math.inf,
         expect=num_bytes / part_s[HASH],
         load=num_bytes / part_s[LOAD],
         check=num_bytes / part_s[HASH],

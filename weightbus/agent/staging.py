@@ -213,12 +213,16 @@ class Staging:
             rejected: Called with wrong bytes; True if they may be fetched again.
 
         Raises:
-            PublishError: bytes are missing, too many, or not those of the manifest.
+            PublishError: bytes are missing, too many, or not those of the manifest; or no memory is
+                left for it, as others read the last one.
         """
         self._hide()
         if self.may_be_read:
             self.held.end()
-            await asyncio.to_thread(self._leave_to_reader)
+            try:
+                await asyncio.to_thread(self._leave_to_reader)
+            except OSError as error:
+                raise PublishError(f"no memory for a version: {error.strerror}") from error
             self.may_be_read = False
         header = safetensors_header(manifest, label="")
         self._make_room(header, manifest)

@@ -257,7 +257,7 @@ class EngineUpdates:
         """Return a folder with another process's own file; None if it is out of sight here.
 
         Raises:
-            PublishError: the file holds another version.
+            PublishError: the file holds another version, or other bytes.
         """
         path, manifest = Path(command.mapped), command.manifest
         try:
@@ -267,7 +267,10 @@ class EngineUpdates:
                 self._is_out_of_sight = True
                 _log.info("a version is fetched, which others of this host have: %s", error)
             return None
-        return self._staging.show_mapped(manifest.version, descriptor)
+        folder = self._staging.show_mapped(manifest.version, descriptor)
+        if command.is_checked:  # what the engine is compared with comes from this very file
+            await asyncio.to_thread(check_folder, folder, manifest)
+        return folder
 
     async def _fetch_here(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         manifest, staging = command.manifest, self._staging

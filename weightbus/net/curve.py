@@ -308,7 +308,7 @@ class LeaderListener(KeyedListener):
 
 
 def limit_at(share: float, *, has_buckets: bool) -> Limit:
-    """Return the limit of connections to a port, of which an agent has many for buckets."""
+    """Return the limit of connections to a port; an agent has many for buckets."""
     return limit_of(share, most=_MOST_AT_DOOR) if has_buckets else limit_of(share)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slipstream.wire.messages.versions import PolicyVersion
 
 _NOTHING = PolicyVersion(-1, 0)
+_MOST_UNOPENED = 3  # files in a row that an engine did not open: then it asks for none
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +26,7 @@ class HostEngine:
     path: str = ""  # file of its memory while that holds ``fetched`` whole
     reads: "HostEngine | None" = None  # owner of the file that it maps
     num_readers: int = 0  # engines that map its file, or one that it had
+    num_unopened: int = 0  # files in a row that it could not open
 
 
 class HostFetches:
@@ -54,9 +56,11 @@ class HostFetches:
     ) -> None:
         """Record that an engine is to get a version; ``source`` says from where.
 
-        One that failed is served alone.
+        One that failed is served alone, and one that never opens a file.
         """
-        engine.receiving, engine.is_alone, engine.waits_since_s = version, is_alone, now_s
+        cannot_map = engine.num_unopened >= _MOST_UNOPENED
+        engine.receiving, engine.is_alone = version, is_alone or cannot_map
+        engine.waits_since_s = now_s
 
     def source(self, engine: HostEngine, now_s: float) -> str | None:
         """Return the file that an engine maps; empty if it fetches, None if it waits.
@@ -95,12 +99,16 @@ class HostFetches:
 
     def fetched(self, engine: HostEngine, path: str) -> None:
         """Record that an engine's memory holds the version whole; ``path`` is its file."""
+        if engine.reads is not None:  # it was to map that one's
+            engine.num_unopened += 1
         self._stop_reading(engine)
         engine.is_fetching = False
         engine.fetched, engine.path = engine.receiving, path
 
     def end(self, engine: HostEngine) -> None:
         """Record that an engine has the version, or failed to get it: it reads no other's file."""
+        if engine.reads is not None:
+            engine.num_unopened = 0
         self._stop_reading(engine)
         engine.receiving, engine.is_fetching = None, False
 

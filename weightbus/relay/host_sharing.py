@@ -24,7 +24,7 @@ class HostSharing:
         self._fetches = HostFetches(patience_s=_PATIENCE_S)
         self._limit_s = limit_s
         self._now = now
-        self._changed: dict[str, asyncio.Event] = {}  # by host, while engines there wait
+        self._changed: dict[str, asyncio.Event] = {}  # event of each host where engines wait
         self.num_late = 0  # engines that waited in vain
 
     def join(self, engine: HostEngine) -> None:

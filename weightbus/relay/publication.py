@@ -146,7 +146,7 @@ class Publication:
         def compute() -> dict[str, str]:
             try:
                 return expected_of_version(tensors, of)
-            except (RuntimeError, MemoryError) as error:  # a GPU without room: the relay lives
+            except (RuntimeError, MemoryError, OSError) as error:  # a GPU or disk without room
                 what = f"what engines must hold of {self.version.label} cannot be computed"
                 raise PublishError(f"{what}: {error}") from error
 

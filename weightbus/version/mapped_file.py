@@ -43,7 +43,7 @@ def _check(descriptor: int, manifest: WeightManifest) -> None:
     is_ours = status.st_size == len(expected) + manifest.num_bytes
     if not is_ours or _unlabelled(found) != _unlabelled(expected):
         raise OSError(f"the file there does not hold the tensors of {label}")
-    # Its digests are not compared here: whoever names a path must not name just any file.
+    # Its digests are not compared here: a path must not lead to just any file.
     is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     if not is_sealed or status.st_uid != os.geteuid():
         raise OSError("the file there is no memory of this user whose size is sealed")

@@ -68,7 +68,8 @@ def sums_of(words: Tensor, number: int) -> Tensor:
 def runs_on(device: torch.device) -> bool:
     """Return True if the kernel can run there; the log says why not, once."""
     try:
-        GpuTiles(device, 4 * TILE).sums(0, 1, 0)
+        for num_words in (1, 2, 16):  # Triton compiles a kernel for each of these kinds
+            GpuTiles(device, 4 * TILE).sums(0, num_words, 0)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # noqa: BLE001 of Triton, its compiler, or the C compiler

@@ -33,7 +33,7 @@ _ROWS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("learner's stall, s", lambda c: c.stall_s),
     ("digests of a learner host, s", lambda c: c.digest_s),
     ("until the last engine has it, s", lambda c: c.receive_s),
-    ("what engines must hold, meanwhile, s", lambda c: c.expect_s),
+    ("what engines must hold, s", lambda c: c.expect_s),
     ("an engine's load, s", lambda c: c.load_s),
     ("an engine's check, s", lambda c: c.check_s),
     ("until the last engine runs it, s", lambda c: c.total_s),

@@ -21,14 +21,15 @@ _DIGEST = {"xxh3": 11e9, "keyed": 5.7e9, "blake2b": 1.4e9}  # rate of a core
 class Rates:
     """Bytes per second of what a publish does but for the links.
 
-    Wire and digests are measured on a CPU (docs/performance.md). The others are assumed: nothing of
-    them is measured on a GPU.
+    Wire, digests and deltas are measured on a CPU (docs/performance.md). The others are assumed, of
+    memory that is not pinned: nothing of them is measured on a GPU.
     """
 
     wire: float = _WIRE["encrypted"]  # rate of a connection, with a core at each end
     digest: float = _DIGEST["xxh3"]  # rate of a core
-    expect: float = 50e9  # rate of a learner host, through one GPU
-    load: float = 8e9  # rate of each GPU of an engine, from memory that is not pinned
+    encode: float = 1.1e9  # rate of a learner host over the versions that its deltas come from
+    expect: float = 8e9  # rate of the check of a host, through one GPU
+    load: float = 8e9  # rate of each GPU of an engine
     check: float = 1e12  # rate of each GPU of an engine over its weights
 
     @classmethod
@@ -78,10 +79,11 @@ class Setup:
 class Cost:
     """Cost of one publish. Bytes are those of tensors, without message framing."""
 
+    learner_hosts: int
     stall_s: float  # learner's pause: copy from its GPUs to its hosts' memory
     digest_s: float  # digests of the bytes, before any leaves
     receive_s: float  # until the last engine host has the version, from the first byte on
-    expect_s: float  # computing what engines must hold, meanwhile
+    expect_s: float  # computing what engines must hold
     load_s: float  # load of an engine, which pauses for it
     check_s: float  # checksums of an engine, likewise
     digest_core_s: float  # seconds of a core on each engine host
@@ -95,7 +97,13 @@ class Cost:
 
     @property
     def arrival_s(self) -> float:
-        """Seconds from the written version until the last engine may adopt it."""
+        """Seconds from the written version until the last engine may adopt it.
+
+        The relay computes what engines must hold meanwhile; where the learner is on several hosts
+        no relay has all tensors, and agents do so afterwards.
+        """
+        if self.learner_hosts > 1:
+            return self.digest_s + self.receive_s + self.expect_s
         return self.digest_s + max(self.receive_s, self.expect_s)
 
     @property
@@ -113,23 +121,29 @@ def cost_of(setup: Setup) -> Cost:
     """Return the cost of a publish.
 
     A staged version travels over ``connections`` of each engine host, and over as many threads of
-    each learner host. A live one moves in a collective, while the engine is paused.
+    each learner host. A live one moves in a collective, while the engine is paused, from the first
+    learner host, which has all of it, pinned.
     """
     version, engines, rates = setup.version_bytes, setup.engine_hosts, setup.rates
-    part = version / setup.learner_hosts
+    part = version / (setup.learner_hosts if setup.is_staged else 1)
     host_bytes_s = setup.nics * setup.nic_bytes_s
     if setup.is_staged:
         host_bytes_s = min(host_bytes_s, setup.connections * rates.wire)
     travels = version * setup.delta_share
     behind = engines - setup.heads
     depth = math.ceil(engines / setup.heads)
-    leaves = setup.heads * travels / setup.learner_hosts
+    leaves = setup.heads * part * setup.delta_share
     hop_s = setup.connections * setup.bucket_bytes * setup.delta_share / host_bytes_s
     receive_s = max(travels, leaves) / host_bytes_s + (depth - 1) * hop_s
-    expect_s = part / rates.expect
+    if setup.is_staged:  # agents compare digests of whole tensors
+        receive_s = max(receive_s, version / (setup.connections * rates.digest))
+    if setup.delta_share < 1:
+        receive_s = max(receive_s, part / rates.encode)
+    expect_s = version / (rates.expect if setup.is_staged else setup.pcie_bytes_s)
     per_engine = STAGED_COMMANDS if setup.is_staged else LIVE_COMMANDS + setup.num_buckets
     return Cost(
-        stall_s=part / (setup.gpus * setup.pcie_bytes_s),
+        learner_hosts=setup.learner_hosts,
+        stall_s=version / (setup.learner_hosts * setup.gpus * setup.pcie_bytes_s),
         digest_s=part / (setup.digest_threads * rates.digest) if setup.is_staged else 0.0,
         receive_s=receive_s if setup.is_staged else 0.0,
         expect_s=expect_s if setup.is_staged else 0.0,

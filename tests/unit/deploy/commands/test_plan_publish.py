@@ -21,7 +21,8 @@ def run(*words: str) -> int:
 def test_without_sizes_a_few_are_printed(capsys: pytest.CaptureFixture[str]):
     assert run("--publish", "--nics", "1") == 0
     printed = capsys.readouterr().out
-    rows = {line[:37].strip(): line[37:].split() for line in printed.splitlines()}
+    split = (line.rsplit(maxsplit=5) for line in printed.splitlines()[1:])
+    rows = {name: figures for name, *figures in split}
     assert rows["until the last engine has it, s"] == ["2.44", "21.5", "71.6", "205", "102"]
     assert rows["an engine's load, s"] == ["0.25", "2.2", "7.34", "21", "10.5"]
     assert rows["commands to agents"] == ["64"] * 5

@@ -259,6 +259,20 @@ def test_checksums_are_computed_from_a_mapped_file(pair: tuple[Agent, Agent]):
         bits_in_folder(reader.staging.folder / "v1.1", sent.manifest())
 
 
+def test_other_bytes_in_a_mapped_file_are_seen_where_checksums_come_from_it(
+    pair: tuple[Agent, Agent],
+):
+    owner, reader = pair
+    sent = snapshot(1)
+    path = owner.receive(sent).path
+    file = os.open(path, os.O_RDWR)
+    last = os.fstat(file).st_size - 1
+    os.pwrite(file, bytes([os.pread(file, 1, last)[0] ^ 1]), last)
+    os.close(file)
+    order = ReceiveVersion(command_id=1, manifest=sent.manifest(), mapped=path, is_checked=True)
+    assert "digest" in reader.do(order).error
+
+
 def test_a_host_is_one_kernel_one_numbering_of_processes_and_one_user():
     boot, processes, user = host_identity().split("/")
     assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()

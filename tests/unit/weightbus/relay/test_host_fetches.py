@@ -161,6 +161,31 @@ def test_one_that_could_not_open_the_file_has_its_own_for_others():
     assert host.ask(2) == "/proc/8/fd/3"
 
 
+def test_one_that_never_opens_a_file_is_told_of_no_more():
+    host = Host(count=2)
+    for step in range(1, 6):
+        is_told = step <= 3
+        host.begin(PolicyVersion(1, step))
+        assert host.ask(0) == ""
+        assert host.ask(1) == (None if is_told else "")
+        host.fetched(0)
+        assert host.ask(1) == (FILE if is_told else "")
+        host.fetched(1, "/proc/8/fd/3")
+        host.end()
+
+
+def test_one_that_opened_a_file_in_between_is_told_again():
+    host = Host(count=2)
+    for step in range(1, 9):
+        host.begin(PolicyVersion(1, step))
+        assert (host.ask(0), host.ask(1)) == ("", None)
+        host.fetched(0)
+        assert host.ask(1) == FILE
+        if step % 3:
+            host.fetched(1, "")
+        host.end()
+
+
 def test_engines_of_other_hosts_and_of_none_share_nothing():
     host = Host(count=2, host="")
     host.begin(V1)

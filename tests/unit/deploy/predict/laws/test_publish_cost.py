@@ -29,7 +29,9 @@ def figures(name: str, digits: int, **changes: object) -> list[float]:
     return rounded([getattr(cost, name) for cost in costs(**changes)], digits)
 
 
-LINKS_ALONE = Rates(wire=math.inf, digest=math.inf, expect=math.inf, load=50e9, check=math.inf)
+LINKS_ALONE = Rates(
+    wire=math.inf, digest=math.inf, encode=math.inf, expect=math.inf, load=50e9, check=math.inf
+)
 
 
 def test_large_models_over_400_gigabits_per_second():
@@ -60,7 +62,7 @@ def test_sockets_limit_what_links_allow():
 
 
 def test_a_version_is_run_after_its_copy_digests_transfer_load_and_check():
-    rates = Rates(wire=1.0, digest=5.0, expect=0.5, load=10.0, check=20.0)
+    rates = Rates(wire=1.0, digest=5.0, encode=0.5, expect=2.0, load=10.0, check=20.0)
     setup = Setup(
         version_bytes=100.0,
         learner_hosts=2,
@@ -72,10 +74,16 @@ def test_a_version_is_run_after_its_copy_digests_transfer_load_and_check():
         rates=rates,
     )
     cost = cost_of(setup)
-    assert (cost.stall_s, cost.digest_s, cost.receive_s, cost.expect_s) == (2.0, 5.0, 25.0, 100.0)
+    assert (cost.stall_s, cost.digest_s, cost.receive_s, cost.expect_s) == (2.0, 5.0, 25.0, 50.0)
     assert (cost.load_s, cost.check_s, cost.pause_s) == (10.0, 5.0, 15.0)
-    assert cost.arrival_s == 5.0 + 100.0
-    assert cost.total_s == 2.0 + 105.0 + 15.0
+    assert cost.arrival_s == 5.0 + 25.0 + 50.0, "agents compute what engines must hold"
+    assert cost.total_s == 2.0 + 80.0 + 15.0
+    of_one_host = cost_of(replace(setup, learner_hosts=1))
+    assert of_one_host.arrival_s == 10.0 + 50.0, "the relay does so meanwhile"
+    assert cost_of(replace(setup, delta_share=0.1)).receive_s == 100.0, "deltas are encoded first"
+    assert (
+        cost_of(replace(setup, delta_share=0.1, rates=replace(rates, encode=1e9))).receive_s == 5.0
+    )
     live = cost_of(replace(setup, is_staged=False, nic_bytes_s=0.5))
     assert (live.digest_s, live.receive_s, live.expect_s) == (0.0, 0.0, 0.0)
     assert live.pause_s == 200.0 + 5.0, "an engine stands still while its bytes come"

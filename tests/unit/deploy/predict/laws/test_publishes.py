@@ -26,10 +26,10 @@ def test_a_star_sends_to_every_engine_and_a_chain_once():
     )
     # Eight NICs of 50 GB/s on a host: 400 GB in a second, four times from one host.
     assert star.receive_s == pytest.approx(4.0)
-    assert chain.receive_s == pytest.approx(1.0, rel=0.01)
+    assert chain.receive_s == pytest.approx(400 / (256 * 1.4)), "blake2b is slower than the NICs"
     assert star.stall_s == 1.0
     assert star.pause_s == pytest.approx(400 / 8 / 8 + 0.05)
-    assert chain.digest_s > 3 * star.digest_s, "blake2b, for engines that pass bytes on"
+    assert chain.digest_s > 3 * star.digest_s
 
 
 def test_engines_on_one_host_share_a_fetch_and_load_by_themselves():
