@@ -172,7 +172,7 @@ def _run(
         "generators.siblings_together": "true",
         "deploy.cores": "{ generator = [0], learner = [1] }",
     }
-    readings = run_slipstream(folder, name, settings | balance.settings)
+    readings = run_slipstream(folder, name, settings | dict(balance.settings))
     summary: Any = summary_of(folder, name)
     spent = {role["name"]: role["phase_seconds"] for role in summary["roles"]}
     return readings, Step(

@@ -5,8 +5,9 @@ begin with one prompt, GRPO's advantages, a clipped ratio to the behavior policy
 tokens of answers, one update of AdamW with the gradient clipped at norm 1, float32, attention by
 torch's kernel. The learner's side is all of `train_step`: advantages, passes over packed
 microbatches, the update, and every figure of a run, entropy and those by version lag included.
-transformers' side is given the advantages and computes the loss alone, in each of these ways; the
-bar is against the cheapest by median:
+transformers' side is given the advantages and computes the loss alone, with logits only before the
+tokens of answers (``logits_to_keep``), in each of these ways; the bar is against the cheapest by
+median:
 
     padded    all sequences as one batch, each padded to the longest
     sorted    batches of 8 sequences of like lengths, padded to their longest
@@ -297,14 +298,15 @@ def _transformers_step(way: str, case: Case, folder: Path) -> Callable[[], Step]
     ]
 
     def loss_of(inputs: "dict[str, Tensor]", given: "dict[str, Tensor]") -> "Tensor":
-        logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-        chosen = inputs["input_ids"][:, 1:].unsqueeze(-1)
+        trained = given["mask"].any(0).nonzero().squeeze(-1)  # columns with an answer's token
+        logits = model(**inputs, use_cache=False, logits_to_keep=trained - 1).logits.float()
+        chosen = inputs["input_ids"][:, trained].unsqueeze(-1)
         logprobs = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
-        ratio = (logprobs - given["behavior"][:, 1:]).exp()
-        advantage = given["advantages"][:, 1:]
+        ratio = (logprobs - given["behavior"][:, trained]).exp()
+        advantage = given["advantages"][:, trained]
         clipped = ratio.clamp(0.8, 1.2) * advantage
         per_token = -torch.minimum(ratio * advantage, clipped)
-        return (per_token * given["mask"][:, 1:]).sum() / num_tokens
+        return (per_token * given["mask"][:, trained]).sum() / num_tokens
 
     def step() -> Step:
         began_s = time.process_time()

@@ -83,7 +83,7 @@ def train(bound: int, seed: int, steps: int, others: Mapping[str, Any] | None = 
             "eval.file": folder / "held_out.jsonl",
             "eval.every_steps": steps,
         }
-        readings = run_slipstream(folder, "run", shipped | _CHANGED | settings | (others or {}))
+        readings = run_slipstream(folder, "run", shipped | _CHANGED | settings | dict(others or {}))
         return outcome_of(summary_of(folder, "run"), readings[-1].wall_s - readings[0].wall_s)
 
 

@@ -7,10 +7,12 @@ next calls add, if that is more. Each counts a prompt that siblings share: this 
 what the averages do not foresee. New trajectories alone wait for room: calls of live ones never do.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 _REMEMBERED = 1000  # ended trajectories
+_ROUNDING = 1e-9  # share of a trajectory that sums of floats may be off
 
 
 @dataclass(slots=True)
@@ -74,4 +76,5 @@ class LiveTokens:
             min(self._longest, held.tokens + added) if held.calls else mean
             for held in self._live.values()
         )
-        return int((capacity_tokens - max(soon, mean * len(self._live))) // mean) - num_promised
+        left = capacity_tokens - max(soon, mean * len(self._live))
+        return math.floor(left / mean + _ROUNDING) - num_promised

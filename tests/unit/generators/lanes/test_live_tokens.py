@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.generators.engine import EngineLoad
@@ -96,6 +96,7 @@ def test_a_call_that_ends_after_its_trajectory_holds_nothing():
     assert live.mean_tokens == before
 
 
+@example([1, 1], [0, 0, 59], 0, 0)  # a whole number of averages is missing, but for rounding
 @given(
     st.lists(st.integers(1, LONGEST), max_size=30),
     st.lists(st.integers(0, LONGEST), max_size=30),
@@ -111,7 +112,7 @@ def test_no_more_begin_than_fit_with_what_each_has_now(
         live.hold(number, size)
     fitting = live.num_fitting(capacity, num_promised)
     if fitting > 0:
-        assert sum(held) + (fitting + num_promised) * live.mean_tokens <= capacity
+        assert sum(held) + (fitting + num_promised) * live.mean_tokens <= capacity + 1e-3
     live.begin("new")
     assert live.num_fitting(capacity, num_promised) < fitting
 
