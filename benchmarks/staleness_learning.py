@@ -14,7 +14,6 @@ decided. Power is the chance to find a bound equivalent that is, with difference
 observed ones; *false* is that chance where the true difference is MARGIN.
 
 usage: python -m benchmarks.staleness_learning --out FILE [--minutes 90] [--report]
-       python -m benchmarks.staleness_learning --out OTHER --set learner.lr=7e-5
 """
 
 import argparse
@@ -64,8 +63,8 @@ def name_of(bound: int) -> str:
     return f"bound-{bound}"
 
 
-def train(bound: int, seed: int, steps: int, others: Mapping[str, Any] | None = None) -> Outcome:
-    """Train once, with other settings if any; raise what the run printed if it fails."""
+def train(bound: int, seed: int, steps: int) -> Outcome:
+    """Train once; raise what the run printed if it fails."""
     with tempfile.TemporaryDirectory(prefix="staleness-learning-") as name:
         folder = Path(name)
         prepare(folder)
@@ -83,7 +82,7 @@ def train(bound: int, seed: int, steps: int, others: Mapping[str, Any] | None = 
             "eval.file": folder / "held_out.jsonl",
             "eval.every_steps": steps,
         }
-        readings = run_slipstream(folder, "run", shipped | _CHANGED | settings | dict(others or {}))
+        readings = run_slipstream(folder, "run", shipped | _CHANGED | settings)
         return outcome_of(summary_of(folder, "run"), readings[-1].wall_s - readings[0].wall_s)
 
 
@@ -159,17 +158,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
     parser.add_argument("--minutes", type=float, default=90.0, help="of this part")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run; fewer to rehearse")
-    text = "setting of all runs; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     parser.add_argument("--report", action="store_true", help="table and bars alone")
     arguments = parser.parse_args()
-    settings = " ".join(filter(None, [changed(parser, arguments, "steps"), *arguments.set]))
-    others = {key: value for key, _, value in (pair.partition("=") for pair in arguments.set)}
-    if not all(others.values()):
-        parser.error(f"--set is {arguments.set}: expected KEY=VALUE")
+    settings = changed(parser, arguments, "steps")
 
     def work(system: str, seed: int) -> Outcome:
-        outcome = train(int(system.removeprefix("bound-")), seed, arguments.steps, others)
+        outcome = train(int(system.removeprefix("bound-")), seed, arguments.steps)
         print(f"{system}, seed {seed}: {outcome}", flush=True)
         return outcome
 

@@ -45,9 +45,9 @@ def test_generators_of_another_host_share_what_one_of_them_fetches(tmp_path: Pat
     summary = json.loads((folder / SUMMARY).read_text())
     assert len(set(summary["last_publish"]["engine_digests"].values())) == 1
     served = summary[PUBLISHES]
-    shared = [one for one in served if one["adopted_by"].keys() >= set(NAMES)]
+    shared = [record for record in served if record["adopted_by"].keys() >= set(NAMES)]
     assert shared, "no version came to both"
-    assert not any(one["failed"] for one in served)
-    for one in shared:
-        assert min(one["fetched_bytes"].values()) == 0
-        assert sum(one["fetched_bytes"].values()) <= one["num_bytes"]
+    assert not any(record["failed"] for record in served)
+    for record in shared:
+        assert min(record["fetched_bytes"].values()) == 0
+        assert sum(record["fetched_bytes"].values()) <= record["num_bytes"]

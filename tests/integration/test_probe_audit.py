@@ -163,7 +163,7 @@ class Bus(Published):
             versions.tensors[0],
             bucket_bytes=1 << 20,
             epoch=next(_epochs),
-            is_in_sight=False,  # as for an engine of another host
+            is_in_sight=False,  # engine of another host
             engine_check_every=0,
         )
         self.audit = ProbeAudit(engine, Noise("float32"))

@@ -60,7 +60,7 @@ class SlowStaging(Staging):
 class Engine:
     """An engine with its agent, and the task that keeps it on the bus."""
 
-    name: str  # as the relay has it
+    name: str  # name at the relay
     subscriber: Subscriber
     staging: Staging
     task: "asyncio.Task[None]"

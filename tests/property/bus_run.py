@@ -43,7 +43,7 @@ class Engine:
 
     name: str
     on_host: HostEngine = field(default_factory=HostEngine)
-    path: str = ""  # of its agent's memory
+    path: str = ""  # file of its agent's memory
     received: Memory | None = None  # what it is to load, on another host
     has_failed: bool = False  # in its last publish
     label: PolicyVersion | None = None
@@ -76,7 +76,7 @@ class LateRead:
 
     memory: Memory
     version: PolicyVersion
-    label: PolicyVersion | None  # of the memory, as it began
+    label: PolicyVersion | None  # label of the memory as the load began
     data: PolicyVersion | None
 
 

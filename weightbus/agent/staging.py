@@ -30,12 +30,8 @@ from slipstream.weightbus.agent.bucket_holdings import HeldBuckets
 from slipstream.weightbus.net.curve import FETCH_AHEAD
 from slipstream.weightbus.version.delta import BucketDelta, apply_delta, num_bytes_of
 from slipstream.weightbus.version.disk import check_digest
-from slipstream.weightbus.version.layout import (
-    LABEL_AT,
-    LABEL_BYTES,
-    bucket_offsets,
-    safetensors_header,
-)
+from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
+from slipstream.weightbus.version.mapped_file import SEALS, write_label
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, WeightManifest
@@ -44,7 +40,6 @@ from slipstream.wire.models.model_files import WEIGHTS
 
 _log = logging.getLogger(__name__)
 _MEMORY = "memory"  # link to the descriptor
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds the wait of receiving
 
 
@@ -258,7 +253,7 @@ class Staging:
         """Say which version the memory holds whole; empty before a byte of it changes."""
         with self._lock:
             if self._descriptor >= 0:
-                os.pwrite(self._descriptor, label.rjust(LABEL_BYTES).encode(), LABEL_AT)
+                write_label(self._descriptor, label)
 
     async def _get(
         self,
@@ -299,7 +294,7 @@ class Staging:
                 os.pwrite(self._descriptor, header, 0)
                 self._size, self._layout, self._mapped = total, layout, None
                 self._bases = [None] * len(manifest.buckets)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
             if self._uses_deltas and self._mapped is None:
                 self._mapped = mmap.mmap(self._descriptor, total)
 

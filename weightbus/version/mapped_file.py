@@ -15,7 +15,12 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.models.model_files import WEIGHTS
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # an engine that maps it does not crash
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # seals of the size: an engine does not crash
+
+
+def write_label(descriptor: int, label: str) -> None:
+    """Say which version a file holds whole; empty before a byte of it changes."""
+    os.pwrite(descriptor, label.rjust(LABEL_BYTES).encode(), LABEL_AT)
 
 
 def open_mapped(path: Path, manifest: WeightManifest) -> int:
@@ -44,7 +49,7 @@ def _check(descriptor: int, manifest: WeightManifest) -> None:
     if not is_ours or _unlabelled(found) != _unlabelled(expected):
         raise OSError(f"the file there does not hold the tensors of {label}")
     # Its digests are not compared here: a path must not lead to just any file.
-    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     if not is_sealed or status.st_uid != os.geteuid():
         raise OSError("the file there is no memory of this user whose size is sealed")
     if why := _difference(label_in(found), label):

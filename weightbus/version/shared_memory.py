@@ -20,12 +20,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.weightbus.version.layout import LABEL_AT, LABEL_BYTES, safetensors_header
+from slipstream.weightbus.version.layout import safetensors_header
+from slipstream.weightbus.version.mapped_file import SEALS, write_label
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = SEALS | fcntl.F_SEAL_SEAL
 
 
 def register(address: int, num_bytes: int) -> int:
@@ -102,8 +103,7 @@ class SharedSlots:
 
     def label(self, index: int, version: PolicyVersion | None) -> None:
         """Say which version a slot holds whole; None before a byte of it changes."""
-        text = version.label if version is not None else ""
-        os.pwrite(self._descriptors[index], text.rjust(LABEL_BYTES).encode(), LABEL_AT)
+        write_label(self._descriptors[index], version.label if version is not None else "")
 
     @contextmanager
     def writing(self, index: int, version: PolicyVersion) -> Iterator[Tensor]:

@@ -22,13 +22,13 @@ from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table, section
 
 GB = 1e9
-SIZES = {
+SIZES = {  # GB
     "8B bf16": 16.0,
     "70B bf16": 141.0,
     "235B bf16": 470.0,
     "671B bf16": 1342.0,
     "671B fp8": 671.0,
-}  # GB
+}
 _ROWS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("learner's stall, s", lambda c: c.stall_s),
     ("digests of a learner host, s", lambda c: c.digest_s),

@@ -79,11 +79,11 @@ class Setup:
 class Cost:
     """Cost of one publish. Bytes are those of tensors, without message framing."""
 
-    learner_hosts: int
     stall_s: float  # learner's pause: copy from its GPUs to its hosts' memory
     digest_s: float  # digests of the bytes, before any leaves
     receive_s: float  # until the last engine host has the version, from the first byte on
     expect_s: float  # computing what engines must hold
+    arrival_s: float  # from the written version until the last engine may adopt it
     load_s: float  # load of an engine, which pauses for it
     check_s: float  # checksums of an engine, likewise
     digest_core_s: float  # seconds of a core on each engine host
@@ -94,17 +94,6 @@ class Cost:
     commands: int  # messages to the agents, each with one answer
     bucket_requests: int  # each with one answer
     copied_bytes: float  # copies of the bus within all engine hosts, before engines load
-
-    @property
-    def arrival_s(self) -> float:
-        """Seconds from the written version until the last engine may adopt it.
-
-        The relay computes what engines must hold meanwhile; where the learner is on several hosts
-        no relay has all tensors, and agents do so afterwards.
-        """
-        if self.learner_hosts > 1:
-            return self.digest_s + self.receive_s + self.expect_s
-        return self.digest_s + max(self.receive_s, self.expect_s)
 
     @property
     def pause_s(self) -> float:
@@ -141,12 +130,17 @@ def cost_of(setup: Setup) -> Cost:
         receive_s = max(receive_s, part / rates.encode)
     expect_s = version / (rates.expect if setup.is_staged else setup.pcie_bytes_s)
     per_engine = STAGED_COMMANDS if setup.is_staged else LIVE_COMMANDS + setup.num_buckets
+    digest_s = part / (setup.digest_threads * rates.digest)
+    # The relay computes what engines must hold meanwhile. Where the learner is on several hosts no
+    # relay has all tensors, and agents do so afterwards.
+    is_after = setup.learner_hosts > 1
+    ready_s = receive_s + expect_s if is_after else max(receive_s, expect_s)
     return Cost(
-        learner_hosts=setup.learner_hosts,
         stall_s=version / (setup.learner_hosts * setup.gpus * setup.pcie_bytes_s),
-        digest_s=part / (setup.digest_threads * rates.digest) if setup.is_staged else 0.0,
+        digest_s=digest_s if setup.is_staged else 0.0,
         receive_s=receive_s if setup.is_staged else 0.0,
         expect_s=expect_s if setup.is_staged else 0.0,
+        arrival_s=digest_s + ready_s if setup.is_staged else 0.0,
         load_s=version / (setup.gpus * rates.load) if setup.is_staged else max(receive_s, expect_s),
         check_s=version / (setup.gpus * rates.check),
         digest_core_s=version / rates.digest,
