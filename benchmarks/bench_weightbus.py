@@ -31,6 +31,7 @@ from benchmarks.weightbus.served import (
     measure_end_to_end,
     measure_loss,
     measure_probe,
+    measure_standstill,
     sglang,
 )
 from benchmarks.weightbus.wire_phase import RAW_BUCKETS, WireFigures, measure_wire
@@ -45,10 +46,12 @@ NEEDS_MANY_CPU_S = 0.5
 NEEDS_PROBE_SHARE = 0.01
 NEEDS_PREDICTED = 0.15
 NEEDS_STALL = 1.8
+NEEDS_STANDSTILL = 1.2
 PUBLISH_EVERY_S = 10.0
 NEEDS_PLAIN_SHARE = 0.5
 MANY = 1_000
 _FREE_FOR_1B = 12 * 1024**3
+_FREE_FOR_1B_SERVER = 14 * 1024**3
 _EXAMPLES = """examples:
   python -m benchmarks.bench_weightbus
   python -m benchmarks.bench_weightbus --quick
@@ -157,7 +160,7 @@ class Bench:
     def served(self) -> None:
         """Control calls, end to end and generation, with a real SGLang of a tiny policy."""
         _show("served: SGLang starts")
-        with sglang(smollm2=False) as server:
+        with sglang() as server:
             self._control(server)
             self._end_to_end(server, "tiny policy", epoch=10, has_bars=True)
             self._probe(server, "tiny policy", "probe_tiny")
@@ -168,7 +171,7 @@ class Bench:
         if self._quick:
             return
         _show("served: SGLang starts with 135M parameters")
-        with sglang(smollm2=True) as server:
+        with sglang(SMOLLM2) as server:
             figures = self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
             self._predicted(figures)
             self._probe(server, "135M parameters in bfloat16", "probe_135m")
@@ -287,6 +290,27 @@ class Bench:
             "step_growth", figures.growth, "of CPU time, with the relay's", needs=NEEDS_STEP_GROWTH
         )
 
+    def standstill(self) -> None:
+        """How long an engine of 1B parameters stands still, with and without a second copy."""
+        if (free := psutil.virtual_memory().available) < _FREE_FOR_1B_SERVER:
+            few = NotRun(f"{free / 1024**3:.0f} GiB are free, 14 are needed")
+            self.bars.at_most("standstill_1b", few, "x one memcpy", needs=NEEDS_STANDSTILL)
+            return
+        sizes = QUICK if self._quick else ONE_BILLION
+        for shadow in (False, True):
+            name = "with a second copy" if shadow else "without"
+            _show(f"an engine's pause, {name}")
+            with sglang(sizes, shadow=shadow) as server:
+                figures = measure_standstill(server, rounds=5)
+            memcpy_s = statistics.median(figures.memcpy)
+            self._row(
+                f"an engine's pause, {figures.num_bytes / 1e6:.0f} MB, {name}: ms",
+                f"{spread(figures.stood, unit=1e3, digits=0)}; a memcpy {1e3 * memcpy_s:.0f}; "
+                f"until it runs the version {spread(figures.arrived, unit=1e3, digits=0)}",
+            )
+        share = statistics.median(figures.stood) / memcpy_s
+        self.bars.at_most("standstill_1b", share, "x one memcpy", needs=NEEDS_STANDSTILL)
+
     def late_join(self) -> None:
         """How soon a late joiner is up to date."""
         _show("late joins")
@@ -354,6 +378,7 @@ def main() -> int:
         "plain",
         "stall",
         "steps",
+        "standstill",
         "late-join",
         "rebuild",
         "many",

@@ -10,7 +10,7 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
-from slipstream.weightbus.transports import AUTO, FALLBACK, chosen
+from slipstream.weightbus.transports import AUTO, FALLBACK, TRANSPORTS, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
@@ -98,6 +98,10 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     answers, but siblings arrive when the longest is finished."""
     max_cached_tokens: AtLeast1 = 16384
     """Size of the engine's KV cache on a CPU, in tokens."""
+    shadow: bool = True
+    """Keep a second copy of the weights on the engine's device where the cache keeps three quarters
+    of its room: a version is loaded there while the engine generates, which then stands still for a
+    copy only. false leaves that memory to the cache."""
     start_timeout_s: Positive = 180.0
     """A starting engine that is idle (no CPU, no log) this long has failed; so has one that does
     not answer after twenty times this."""
@@ -159,6 +163,12 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.generators.device != "auto":
             return self.generators.device
         return "cuda" if usable_gpus() else "cpu"
+
+    @property
+    def keeps_shadow(self) -> bool:
+        """True if versions are loaded next to the live weights where memory has room."""
+        is_loaded = not TRANSPORTS[self.transport].writes_live
+        return self.generators.shadow and is_loaded and not self.lora.is_named
 
     @property
     def has_experts(self) -> bool:

@@ -49,6 +49,18 @@ class Sizes:
         shapes["model.norm.weight"] = (self.hidden,)
         return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
 
+    def config(self) -> dict[str, int]:
+        """Return its entries of a config.json."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "head_dim": self.hidden // self.heads,
+        }
+
     def layout(self, bucket_bytes: int = BUCKET_BYTES, dtype: str = "bfloat16") -> WeightManifest:
         return plan_layout(self.specs(dtype), bucket_bytes=bucket_bytes)
 

@@ -91,6 +91,7 @@ def predicted_s(num_bytes: int, part_s: Mapping[str, float], *, is_mapped: bool)
         expect=num_bytes / part_s[HASH],
         load=num_bytes / part_s[LOAD],
         check=num_bytes / part_s[HASH],
+        copy=num_bytes / part_s[LOAD],
     )
     setup = Setup(
         version_bytes=num_bytes,
@@ -99,6 +100,7 @@ def predicted_s(num_bytes: int, part_s: Mapping[str, float], *, is_mapped: bool)
         pcie_bytes_s=num_bytes / part_s[COPY],
         connections=1,
         digest_threads=spare_cores(least=2, most=16),
+        has_shadow=True,
         rates=rates,
     )
     return cost_of(setup).total_s

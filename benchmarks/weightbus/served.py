@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from benchmarks.weightbus.figures import loss_beyond_pause, pause_s
 from benchmarks.weightbus.light_bus import copy_checked
-from benchmarks.weightbus.model import BUCKET_BYTES
+from benchmarks.weightbus.model import BUCKET_BYTES, Sizes
 from benchmarks.weightbus.predicted import Parts, timed
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import SamplingParams
@@ -59,15 +59,6 @@ from tests.support.random_llama import write_random_weights
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "mapped", "disk")
 """Ways to an engine; mapped is tcp on the learner's host, as it is in runs."""
 _LONGEST_S = 120.0
-_SMOLLM2 = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-}
 
 
 class CountingEngine(SglangEngine):
@@ -93,22 +84,27 @@ class Server:
 
 
 @contextmanager
-def sglang(*, smollm2: bool) -> Iterator[Server]:
-    """Yield a server of a tiny policy in float32, or of the size of SmolLM2-135M in bfloat16."""
-    dtype = "bfloat16" if smollm2 else "float32"
+def sglang(sizes: Sizes | None = None, *, shadow: bool = True) -> Iterator[Server]:
+    """Yield a server of a tiny policy in float32, or of one of some size in bfloat16."""
+    dtype = "float32" if sizes is None else "bfloat16"
     with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         model = Path(name) / "model"
         write_blank_model(model, hidden=64, layers=2)
-        if smollm2:
+        if sizes is not None:
             config = model / "config.json"
-            written = json.loads(config.read_text()) | _SMOLLM2 | {"torch_dtype": dtype}
+            written = json.loads(config.read_text()) | sizes.config() | {"torch_dtype": dtype}
             config.write_text(json.dumps(written))
-        write_random_weights(model, scale=0.02 if smollm2 else 0.15, seed=3)
+        write_random_weights(model, scale=0.15 if sizes is None else 0.02, seed=3)
         settings = generator_settings(
             {
                 "run": {"name": "p", "dir": name, "model": str(model)},
                 "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
-                "generators": {"device": "cpu", "dtype": dtype, "max_cached_tokens": 8192},
+                "generators": {
+                    "device": "cpu",
+                    "dtype": dtype,
+                    "max_cached_tokens": 8192,
+                    "shadow": shadow,
+                },
             }
         )
         process = SglangProcess.start(settings, "generator-0")
@@ -310,6 +306,43 @@ async def _probe(server: Server, rounds: int) -> list[float]:
     finally:
         await engine.close()
     return spent[1:]  # the first makes connections
+
+
+# ---- standing still -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StandstillFigures:
+    """Seconds by publish."""
+
+    num_bytes: int = 0
+    stood: list[float] = field(default_factory=list)  # engine's pause
+    arrived: list[float] = field(default_factory=list)  # from the reserve until it runs it
+    memcpy: list[float] = field(default_factory=list)  # one copy of the version, warm
+
+
+def measure_standstill(server: Server, *, rounds: int) -> StandstillFigures:
+    """Publish to an engine of this host, with a plain copy of the same tensors in between."""
+    return asyncio.run(_standstill(server, rounds))
+
+
+async def _standstill(server: Server, rounds: int) -> StandstillFigures:
+    figures = StandstillFigures()
+    async with served_bus(server, "mapped", 1) as bus:
+        figures.num_bytes = bus.layout.num_bytes
+        target = {name: torch.empty_like(tensor) for name, tensor in bus.tensors.items()}
+
+        def copy() -> None:
+            for name, tensor in bus.tensors.items():
+                target[name].copy_(tensor)
+
+        copy()  # touches the memory
+        for _ in range(rounds):
+            seconds, record = await bus.publish()
+            figures.arrived.append(seconds)
+            figures.stood.append(pause_s(record.phase_seconds))
+            figures.memcpy.append(timed(copy))
+    return figures
 
 
 # ---- end to end ----------------------------------------------------------------

@@ -43,10 +43,10 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
     fits = _print_parts(title, learner, available, console)
-    of_engine = generator[:2] if shared else generator
+    of_engine = generator[:-1] if shared else generator
     fits &= _print_parts("generator", of_engine, available, console)
     if shared:
-        both = [*learner, *generator[:2]]
+        both = [*learner, *generator[:-1]]
         title = "learner and generator on one GPU"
         fits &= _print_parts(title, both, available, console, parts_shown=False)
     return fits

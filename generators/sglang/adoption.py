@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Self, TypeAlias
@@ -18,17 +20,25 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from slipstream.generators.sglang.replacing import replace
+from slipstream.generators.sglang.shadow_loads import Staged, compare, copy, stage
 from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.weightbus.version.mapped_file import watched
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.models.families.registry import checksum_name
 
 RECEIVED_VARIABLE = "SLIPSTREAM_RECEIVED"
 """Folder with the versions that this host received, if orders come from another host."""
 
-Step: TypeAlias = Literal["pause", "begin", "load", "end", "check", "label", "resume"]
+Step: TypeAlias = Literal[
+    "stage", "compare", "pause", "begin", "load", "copy", "end", "check", "label", "resume"
+]
 ALL_STEPS: tuple[Step, ...] = ("pause", "load", "check", "label", "resume")
+STAGE_STEPS: tuple[Step, ...] = ("stage",)
+STAGED_STEPS: tuple[Step, ...] = ("compare", "pause", "copy", "label", "resume")
+"""Steps to a version that is in the shadow (weight_shadow.py)."""
 _PHASES: dict[Step, str] = {
+    "compare": "verify",
+    "copy": "load",
     "pause": "pause",
     "begin": "pause",
     "load": "load",
@@ -56,6 +66,7 @@ class AdoptionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     phase_seconds: dict[str, float]  # keys are from PUBLISH_PHASES
     differing: dict[str, str] = {}  # checksums of all tensors, if their digest is not the expected
+    staged: Staged | None = None  # state of a version in the shadow, after "stage"
 
     @classmethod
     def read(cls, message: str) -> Self:
@@ -91,52 +102,90 @@ def load_whole_versions(module: ModuleType) -> None:
     replace(manager, "update_weights_from_disk", update_weights_from_disk)
 
 
-def adopt_in_scheduler(module: ModuleType) -> None:
-    """Carry out an ``AdoptionOrder`` in the scheduler's update from disk."""
-    manager = module.SchedulerWeightUpdaterManager
-    messages = sys.modules[module.CheckWeightsReqInput.__module__]
-    load = manager.update_weights_from_disk
-    received = os.environ.get(RECEIVED_VARIABLE, "")  # noqa: TID251 reaches spawned processes
+class _SchedulerSteps:
+    """Steps of an order as calls of SGLang's manager of updates; each returns its answer, or None.
 
-    def take(step: Step, self: Any, recv_req: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
-        """Return SGLang's answer to a step that may fail."""
+    ``load`` is the manager's update from disk.
+    """
+
+    def __init__(self, messages: ModuleType, load: Callable[[Any, Any], Any]) -> None:
+        self._messages = messages
+        self._load = load
+
+    def answer(self, message: str, *, success: bool = True) -> Any:  # noqa: ANN401
+        return self._messages.UpdateWeightFromDiskReqOutput(success=success, message=message)
+
+    def take(self, step: Step, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
+        """Take a step."""
+        messages = self._messages
         match step:
             case "pause":
-                self.scheduler.pause_generation(messages.PauseGenerationReqInput(mode=order.pause))
+                pause = messages.PauseGenerationReqInput(mode=order.pause)
+                manager.scheduler.pause_generation(pause)
             case "begin":
-                return self.begin_weight_update(messages.BeginWeightUpdateReqInput())
+                return manager.begin_weight_update(messages.BeginWeightUpdateReqInput())
             case "load":
-                return load(self, recv_req)
+                return self._load(manager, request)
+            case "copy":
+                return self._copy(manager, request, order)
             case "end":
-                return self.end_weight_update(messages.EndWeightUpdateReqInput())
-            case "check" if order.digest:
-                return self.check_weights(messages.CheckWeightsReqInput(action="checksum"))
+                return manager.end_weight_update(messages.EndWeightUpdateReqInput())
+            case "check" | "compare" if order.digest:
+                check = manager.check_weights if step == "check" else partial(compare, manager)
+                return check(messages.CheckWeightsReqInput(action="checksum"))
             case "label":
-                self.scheduler.record_weight_version_change(new_version=order.version)
+                manager.scheduler.record_weight_version_change(new_version=order.version)
             case "resume":
                 resume = messages.ContinueGenerationReqInput(torch_empty_cache=False)
-                self.scheduler.continue_generation(resume)
+                manager.scheduler.continue_generation(resume)
             case _:
                 pass
         return None
+
+    def _copy(self, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
+        try:
+            copy(manager, order.version)
+        except PublishError as error:
+            return self.answer(str(error), success=False)
+        success, message = manager.flush_cache_after_weight_update(request, True, "")
+        return self.answer(message, success=success)
+
+    def stage(self, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
+        """Answer an order to stage a version, whose only step that is."""
+        try:
+            state, seconds = stage(manager, request.model_path, order.version)
+        except PublishError as error:
+            return self.answer(f"stage: {error}", success=False)
+        answer = AdoptionAnswer(
+            steps=order.steps, version=order.version, phase_seconds=seconds, staged=state
+        )
+        return self.answer(msgspec.json.encode(answer).decode())
+
+
+def adopt_in_scheduler(module: ModuleType) -> None:
+    """Carry out an ``AdoptionOrder`` in the scheduler's update from disk."""
+    manager = module.SchedulerWeightUpdaterManager
+    load = manager.update_weights_from_disk
+    steps = _SchedulerSteps(sys.modules[module.CheckWeightsReqInput.__module__], load)
+    received = os.environ.get(RECEIVED_VARIABLE, "")  # noqa: TID251 reaches spawned processes
 
     def update_weights_from_disk(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
         recv_req.model_path = folder_to_load(recv_req.model_path, received)
         if recv_req.manifest is None:
             return load(self, recv_req)
         order = msgspec.convert(recv_req.manifest, AdoptionOrder)
+        if order.steps == STAGE_STEPS:
+            return steps.stage(self, recv_req, order)
         seconds: dict[str, float] = {}
         differing: dict[str, str] = {}
         for step in order.steps:
             began_s = time.monotonic()
-            output = take(step, self, recv_req, order)
+            output = steps.take(step, self, recv_req, order)
             if output is not None and not output.success:
-                return messages.UpdateWeightFromDiskReqOutput(
-                    success=False, message=f"{step}: {output.message}"
-                )
+                return steps.answer(f"{step}: {output.message}", success=False)
             phase = _PHASES[step]
             seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_s
-            if step == "check" and output is not None:
+            if step in {"check", "compare"} and output is not None:
                 found = checksums_of(output.payload or [])
                 if digest_of(found) != order.digest:
                     differing = found
@@ -144,9 +193,7 @@ def adopt_in_scheduler(module: ModuleType) -> None:
         answer = AdoptionAnswer(
             steps=order.steps, version=order.version, phase_seconds=seconds, differing=differing
         )
-        return messages.UpdateWeightFromDiskReqOutput(
-            success=True, message=msgspec.json.encode(answer).decode()
-        )
+        return steps.answer(msgspec.json.encode(answer).decode())
 
     replace(manager, "update_weights_from_disk", update_weights_from_disk)
 
@@ -181,7 +228,7 @@ def adopt_in_tokenizer(module: ModuleType) -> None:
             return await update(self, obj, request)
         self.auto_create_handle_loop()
         order = msgspec.convert(obj.manifest, AdoptionOrder)
-        if "resume" not in order.steps:
+        if "resume" not in order.steps and order.steps != STAGE_STEPS:
             async with self.is_pause_cond:  # so that updates do not wait for answers in flight
                 self.is_pause = True
         success, message, num_paused = await self._wait_for_model_update_from_disk(obj)

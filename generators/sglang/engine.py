@@ -9,7 +9,9 @@ the order of sending, so no token gets a label that was set after it was chosen.
 import asyncio
 import base64
 import logging
+import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,14 @@ from slipstream.generators.engine import (
     SamplingParams,
     Scores,
 )
-from slipstream.generators.sglang.adoption import ALL_STEPS, AdoptionAnswer, AdoptionOrder, Step
+from slipstream.generators.sglang.adoption import (
+    ALL_STEPS,
+    STAGE_STEPS,
+    STAGED_STEPS,
+    AdoptionAnswer,
+    AdoptionOrder,
+    Step,
+)
 from slipstream.generators.versions.version_runs import version_starts
 from slipstream.weightbus.agent.engine import Adoption
 from slipstream.wire.errors import EngineError, EngineRefusedError
@@ -41,6 +50,8 @@ _ALL = -1  # top_k without a limit
 _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
+_FIRST_WAIT_S = 0.004  # until the next question for a version that is being staged
+_LONGEST_WAIT_S = 0.1
 _PARSE = "/parse_function_call"
 _REASONING = "/separate_reasoning"
 KEPT_S = 2.0  # time for an idle connection, well below the server's
@@ -125,6 +136,8 @@ class SglangEngine:
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
         self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
         self._num_in_flight = 0
+        self._has_shadow = True  # until it says that it has none
+        self._staged: PolicyVersion | None = None  # version in the shadow
         self._ending = set[asyncio.Task[None]]()  # sessions
 
     async def close(self) -> None:
@@ -368,19 +381,49 @@ class SglangEngine:
             for name, checksum in checksums.items()
         }
 
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> Mapping[str, float]:
+        """Load a folder next to the live weights while the server generates.
+
+        Returns:
+            Seconds by phase; empty if the server has no memory for a second copy.
+
+        Raises:
+            EngineError: it could not be loaded, or not in time; the server generates as before.
+        """
+        deadline_s = time.monotonic() + (self._load_timeout.total or math.inf)
+        wait_s = _FIRST_WAIT_S
+        self._staged = None
+        while self._has_shadow:
+            answer = await self._ordered(STAGE_STEPS, version.label, folder=folder)
+            if answer.staged == "ready":
+                self._staged = version
+                return answer.phase_seconds
+            self._has_shadow = answer.staged == "loading"
+            if time.monotonic() > deadline_s:
+                raise EngineError(f"{version.label} is still being loaded into the shadow")
+            if self._has_shadow:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        return {}
+
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume, in one call to the scheduler.
 
-        The folder needs no config.json, and with one file no index; the file may be a link to
-        memory. Without a digest nothing is compared; if the checksums have another one, the server
-        stays paused. Patched (``sglang/patches.py``), SGLang reports a failed load and continues.
+        A version that is staged is compared first, and then copied on the device. The folder needs
+        no config.json, and with one file no index; the file may be a link to memory. Without a
+        digest nothing is compared. Patched (``sglang/patches.py``), SGLang reports a failed load
+        and continues.
 
         Raises:
             EngineError: a step failed; the server may hold a mixture, and is paused then.
         """
         num_in_flight = self._num_in_flight
-        answer = await self._ordered(ALL_STEPS, version.label, digest=digest, folder=folder)
-        return Adoption(num_in_flight, answer.phase_seconds, answer.differing)
+        is_staged = self._staged == version
+        self._staged = None  # if a step fails
+        steps = STAGED_STEPS if is_staged else ALL_STEPS
+        answer = await self._ordered(steps, version.label, digest=digest, folder=folder)
+        is_paused = bool(answer.differing) and not is_staged
+        return Adoption(num_in_flight, answer.phase_seconds, answer.differing, is_paused)
 
     async def pause_for_update(self) -> int:
         """Stop generating and open an update; return how many generations are in flight.

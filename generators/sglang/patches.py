@@ -22,8 +22,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import adoption, cpu_models, log_noise
+from slipstream.generators.sglang import adoption, cpu_models, log_noise, shadow_loads
 from slipstream.generators.sglang.mixed_batches import MixedBatches
+from slipstream.generators.sglang.ranks import failed_rank, of_all_ranks
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
 from slipstream.generators.sglang.tool_calls import SEPARATORS, Marks, ReadCall, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
@@ -35,6 +36,7 @@ ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 ADAPTERS_VARIABLE = "SLIPSTREAM_ADAPTERS"  # 1: versions are adapters
 RECEIVED_VARIABLE = adoption.RECEIVED_VARIABLE
+SHADOW_VARIABLE = shadow_loads.SHADOW_VARIABLE
 _WORD = re.compile(r"[a-z]+", re.IGNORECASE)
 _CHANNEL = re.compile(r"<\|\w+\|>")
 # What formats of channels write around a part, with the words between its marks.
@@ -58,6 +60,7 @@ _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
 _REASONING_PARSERS = "sglang.srt.parser.reasoning_parser"
@@ -100,6 +103,7 @@ def install() -> None:
         _LOAD_INQUIRER: correct_loads,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
+        _MODEL_RUNNER: shadow_loads.keep_shadow,
         _WEIGHT_UPDATER: _correct_weight_updates,
         _UPDATES_OF_RANK: correct_updates_of_rank,
         _WEIGHT_CHECKER: hash_on_host,
@@ -359,8 +363,6 @@ def answer_for_all_ranks(module: ModuleType) -> None:
 
     SGLang's first rank answers for all, and does not ask the others. Remove when it does.
     """
-    import torch  # in the process of the weights, not in the agent's
-
     manager = module.SchedulerWeightUpdaterManager
 
     def corrected(name: str) -> Callable[[Any, Any], Any]:
@@ -368,21 +370,13 @@ def answer_for_all_ranks(module: ModuleType) -> None:
 
         def update_on_all_ranks(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
             output = update(self, recv_req)
-            group = self.tp_cpu_group
-            num_ranks = torch.distributed.get_world_size(group)
-            if num_ranks == 1:
-                return output
-            mine = torch.tensor([int(output.success)])
-            ranks = [torch.zeros_like(mine) for _ in range(num_ranks)]
             try:
-                torch.distributed.all_gather(ranks, mine, group=group)
-            except RuntimeError as error:  # one is gone, or waits for something else
+                succeeded = of_all_ranks(output.success, self.tp_cpu_group)
+            except RuntimeError as error:
                 output.success, output.message = False, f"the ranks of an engine are apart: {error}"
                 return output
-            failed = [rank for rank, success in enumerate(ranks) if not success.item()]
-            if failed and output.success:
-                output.success = False
-                output.message = f"rank {failed[0]} of this engine failed: its log has the reason"
+            if output.success and not all(succeeded):
+                output.success, output.message = False, failed_rank(succeeded.index(0))
             return output
 
         return update_on_all_ranks

@@ -23,6 +23,7 @@ from slipstream.generators.sglang.patches import (
     GROUP_TIMEOUT_VARIABLE,
     RECEIVED_VARIABLE,
     SEEDS_VARIABLE,
+    SHADOW_VARIABLE,
 )
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.errors import ConfigError
@@ -205,6 +206,7 @@ def environment_of(
     # Longer than a client may stand still between taking a connection and asking; SGLang has 5 s.
     environment[_KEEP_ALIVE] = str(SERVER_KEEPS_S)
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
+    environment[SHADOW_VARIABLE] = str(int(settings.keeps_shadow))
     # Its ranks find each other through a file in the private folder. By itself SGLang opens a store
     # of torch, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"

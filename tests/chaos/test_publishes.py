@@ -24,6 +24,7 @@ GIVEN_UP_S = 3.0  # a command or a load that lasts longer
 STOPPED_S = 1.5 * GIVEN_UP_S  # an engine that continues after it was given up
 EVERY = 5  # publishes between two disturbances
 PACE = ("--token-s", "0.02")
+SHADOWED = "2"  # engines of this number load beside their live weights
 
 
 class Disturbance:
@@ -49,7 +50,7 @@ class Disturbance:
         for name, transport in ENGINES:
             if name not in self._stopped and self._bus.agents[name].poll() is not None:
                 self.done["restart"] += 1
-                self._bus.start(name, transport, *PACE)
+                start(self._bus, name, transport)
         return [name for name, _ in ENGINES if name not in self._stopped]
 
     def _relay(self) -> None:
@@ -89,7 +90,7 @@ def run(folder: Path, *, publishes: int, seed: int) -> None:
     deadlines = {"timeout_s": GIVEN_UP_S, "receive_timeout_s": GIVEN_UP_S}
     with weight_bus(folder, **deadlines) as bus:
         for name, transport in ENGINES:
-            bus.start(name, transport, *PACE)
+            start(bus, name, transport)
         disturbance = Disturbance(bus, draw)
         for step in range(publishes):
             bus.publish(step)
@@ -112,6 +113,10 @@ def run(folder: Path, *, publishes: int, seed: int) -> None:
             versions = [version_of(label) for label in bus.labels(name)]
             assert all(older < newer for older, newer in pairwise(versions)), name
             assert ran[name] > publishes / 20, f"{name} was hardly there"
+
+
+def start(bus: WeightBus, name: str, transport: str) -> None:
+    bus.start(name, transport, *PACE, *(("--shadow",) if name.endswith(SHADOWED) else ()))
 
 
 def wait_for_any(bus: WeightBus, names: list[str], step: int) -> None:

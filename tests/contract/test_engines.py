@@ -12,6 +12,7 @@ import pytest
 from slipstream.generators.engine import Completion, EngineLoad, InferenceEngine, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, client_of, until_load
@@ -252,6 +253,38 @@ async def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
     await engine.resume()
     (answer,) = await engine.sample(PROMPT, SHORT, count=1)
     assert answer.version_starts == [(0, OLD)]
+
+
+@pytest.mark.integration
+async def test_a_version_is_staged_while_answers_are_made_and_then_copied(
+    sglang: SglangProcess, tmp_path: Path
+):
+    write_policy(tmp_path / "policy")
+    (tmp_path / "damaged").mkdir()
+    whole = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(whole[:-1])
+    async with client_of(sglang, OLD) as engine:
+        held = digest_of(await engine.checksums())
+        for _ in range(TRIES):
+            asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2))
+            await until_load(
+                sglang, lambda load, asked=asked: load.num_running == 2 or asked.done()
+            )
+            with pytest.raises(EngineError, match="stage: Error while deserializing header"):
+                await engine.stage_folder(tmp_path / "damaged", NEW)
+            staged = await engine.stage_folder(tmp_path / "policy", NEW)
+            assert staged.keys() == {"stage", "prove"}
+            refused = await engine.adopt_folder(tmp_path / "policy", NEW, digest="another")
+            assert digest_of(refused.differing) == held
+            assert (refused.is_paused, refused.phase_seconds.keys()) == (False, {"verify"})
+            await engine.stage_folder(tmp_path / "policy", NEW)
+            adopted = await engine.adopt_folder(tmp_path / "policy", NEW, digest=held)
+            assert adopted.phase_seconds.keys() == {"verify", "pause", "load", "commit"}
+            versions = {tuple(v for _, v in one.version_starts) for one in await asked}
+            if versions == {(OLD, NEW)}:
+                return
+            await engine.label(OLD)
+    raise AssertionError(f"every version came too late: {versions}")
 
 
 async def test_an_answer_that_is_cancelled_ends(engine: InferenceEngine, on_engine: OnEngine):

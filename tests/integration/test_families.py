@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.weightbus.version.engine_checksums import expected_checksums
+from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.model_files import WEIGHTS
 from tests.integration.sglang_load import client_of
 from tests.support.commands import called
 from tests.support.families import write_family
@@ -54,6 +56,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 async def checksums_of(server: SglangProcess) -> dict[str, str]:
     async with client_of(server) as engine:
         return await engine.checksums()
+
+
+async def loads_alike(server: SglangProcess, first: Path, second: Path) -> None:
+    """An engine computes the same with a version that was loaded beside its weights, or into them.
+
+    It has experts and latent attention, for which SGLang derives tensors of the weights.
+    """
+    sequences = [[3 + (7 * place) % 30 for place in range(24)]]
+    scores = []
+    async with client_of(server) as engine:
+        for step, (folder, is_staged) in enumerate(
+            ((first, False), (second, False), (first, False), (second, True))
+        ):
+            version = PolicyVersion(1, step)
+            if is_staged:
+                assert (await engine.stage_folder(folder, version)).keys() == {"stage", "prove"}
+            await engine.adopt_folder(folder, version, digest="")
+            scores.append((await engine.score(sequences, num_context=4)).logprobs)
+    assert scores[3] == scores[1] != scores[0] == scores[2]
 
 
 def aligned(folder: Path, *words: str, **learner: int) -> dict[str, dict[str, Any]]:
@@ -190,8 +211,13 @@ def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
     written = load_file(work / "fp8" / "model.safetensors")
     assert written.keys() == values.keys()
     assert all(written[key].equal(values[key]) for key in values)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    others = {key: value + 0.1 * value.float().std() for key, value in values.items()}
+    save_file({key: other.to(values[key].dtype) for key, other in others.items()}, moved / WEIGHTS)
     with sglang_server(quantized, longest=64) as server:
         found = asyncio.run(checksums_of(server))
+        asyncio.run(loads_alike(server, work / "fp8", moved))
     assert found.keys() == expected_checksums(values).keys(), "the engine has room for others"
     described = json.loads((work / "fp8" / "config.json").read_text())
     assert "quantization_config" not in described

@@ -131,6 +131,10 @@ class Behind(SglangEngine):
     before: Path | None = None
 
     @override
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> dict[str, float]:
+        return {}
+
+    @override
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         own = Path(tempfile.mkdtemp(dir=folder.parent))
         save_file(load_file(folder / WEIGHTS), own / WEIGHTS)  # without a label, which would tell

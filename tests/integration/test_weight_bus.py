@@ -155,6 +155,23 @@ def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again
     bus.check_tokens()
 
 
+def test_a_version_that_fails_beside_the_live_weights_stops_no_token(bus: WeightBus):
+    """What is torn is the shadow; only a copy that fails midway leaves an engine paused."""
+    faults = {"stage": ("in_stage", [2, 1]), "copy": ("in_copy", [2, 1])}
+    for (name, (step, counts)), transport in zip(faults.items(), ("mapped", "tcp"), strict=True):
+        bus.start_faulty(name, step, counts, "raise", transport, "--shadow")
+    bus.start("sound", "disk", "--shadow")
+    for number in range(4):
+        bus.brings(number, "sound")
+        for name in faults:
+            bus.wait_for(name, number)
+    for name, (step, counts) in faults.items():
+        assert bus.log_of(name).count(f"failed: injected at {step}") == len(counts)
+    pauses = {name: bus.log_of(name).count("paused") for name in (*faults, "sound")}
+    assert pauses == {"stage": 4, "copy": 4 + 2, "sound": 4}
+    bus.check_tokens()
+
+
 def test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus: WeightBus):
     for transport in TRANSPORTS:
         step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)

@@ -52,6 +52,10 @@ class CannedEngine:
     async def label(self, version: PolicyVersion) -> None: ...
     async def resume(self) -> None: ...
 
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> dict[str, float]:
+        del folder, version
+        return {}
+
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         del folder, version, digest
         return Adoption(0, {})

@@ -59,6 +59,11 @@ class EngineInSteps(ABC):
         await self.resume()
         return {}
 
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> Mapping[str, float]:
+        """Have no room for a second copy."""
+        del folder, version
+        return {}
+
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume."""
         times = [time.monotonic()]
@@ -70,7 +75,7 @@ class EngineInSteps(ABC):
         times.append(time.monotonic())
         phases = dict(zip(("pause", "load", "verify"), _differences(times), strict=True))
         if digest and digest_of(checksums) != digest:
-            return Adoption(num_in_flight, phases, checksums)
+            return Adoption(num_in_flight, phases, checksums, is_paused=True)
         await self.label(version)
         await self.resume()
         return Adoption(num_in_flight, phases | {"commit": time.monotonic() - times[-1]})

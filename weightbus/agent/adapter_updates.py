@@ -6,6 +6,7 @@ by no request.
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +50,11 @@ class AdapterUpdates(EngineUpdates):
     def _offer(self, manifest: WeightManifest) -> None:
         super()._offer(manifest)
         self._is_torn = False
+
+    @override
+    async def _stage(self, received: Path) -> Mapping[str, float]:
+        """Do nothing: what ``_swap`` loads is next to the adapter that is used."""
+        return {}
 
     @override
     async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:

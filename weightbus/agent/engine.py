@@ -14,7 +14,9 @@ class Adoption(NamedTuple):
     num_in_flight: int  # generations, at the pause
     phase_seconds: Mapping[str, float]  # keys are from PUBLISH_PHASES
     differing: Mapping[str, str] = {}
-    """Checksums of all tensors, if they are not the expected ones: then the engine is paused."""
+    """Checksums of all tensors, if they are not the expected ones."""
+    is_paused: bool = False
+    """Whether it stays paused: the differing tensors are those that it would generate with."""
 
 
 class EngineWeights(Protocol):
@@ -71,10 +73,19 @@ class EngineWeights(Protocol):
         """
         ...
 
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> Mapping[str, float]:
+        """Load a folder next to the live weights, which are not touched, while it generates.
+
+        Returns the seconds by phase, from PUBLISH_PHASES; empty if it has no room, or cannot do so.
+        What ``adopt_folder`` promises of the file holds here too.
+        """
+        ...
+
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
         """Pause, load a folder, compare, label and resume; without a digest nothing is compared.
 
-        An engine whose checksums have another ``digest_of`` stays paused, unlabelled. So does one
+        A version that is staged is compared before the pause. An engine whose live weights have
+        another ``digest_of`` stays paused, unlabelled. So does one
         that fails, unless it had not begun to load or had the label already: then it generates. The
         file may be overwritten while it is loaded, which is a failure: ``mapped_file.watched``.
         """

@@ -218,13 +218,14 @@ class EngineUpdates:
         """Get a version; compute its expected checksums if the relay cannot."""
         manifest, engine_layout = command.manifest, self._engine_layout
         self._offer(manifest)
-        received = self._received = await self._fetch(command, fetcher)
+        received = await self._fetch(command, fetcher)
         since_s = time.monotonic()
         if command.is_checked:
             self._expected = await asyncio.to_thread(
                 lambda: expected_of_version(bits_in_folder(received, manifest), engine_layout)
             )
-        seconds = {"expect": time.monotonic() - since_s}
+        seconds = {"expect": time.monotonic() - since_s, **await self._stage(received)}
+        self._received = received
         num_bytes = 0 if command.path else self._staging.fetched_bytes + self._fetched_there
         return CommandOutcome(
             command_id=command.command_id,
@@ -232,6 +233,13 @@ class EngineUpdates:
             path="" if command.path else self._staging.path,
             phase_seconds=seconds,
         )
+
+    async def _stage(self, received: Path) -> Mapping[str, float]:
+        """Have the engine load a version next to the one that it generates with, if it has room."""
+        self._staging.may_be_read = True  # stays set if no answer comes
+        seconds = await self._engine.stage_folder(received, self._offered.version)
+        self._staging.may_be_read = False
+        return seconds
 
     async def _fetch(self, command: ReceiveVersion, fetcher: BucketFetcher) -> Path:
         """Get a version on every host of the engine; return the folder of this one."""
@@ -315,6 +323,8 @@ class EngineUpdates:
         self._staging.may_be_read = True  # stays set if no answer comes
         adoption = await self._engine.adopt_folder(received, version, digest=digest)
         self._staging.may_be_read = False
+        if adoption.differing and not adoption.is_paused and self._before is not None:
+            self._generates_still(self._before)
         return adoption
 
     def _generates(
@@ -326,6 +336,12 @@ class EngineUpdates:
         self.failures.clear()
         self._on_adopt(version, stood_s)
         self._on_probe(version, probe, self._engines)
+
+    def _generates_still(self, version: PolicyVersion) -> None:
+        """Record that the engine stood still for nothing."""
+        self._is_torn = self.is_paused = False
+        self.adopted = version
+        self._on_adopt(version, 0.0)
 
     async def _verify(self, command: Verify) -> CommandOutcome:
         """Close an update; answer with a digest of the engine, or its last checksums."""

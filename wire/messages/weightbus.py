@@ -273,8 +273,10 @@ AgentMessage: TypeAlias = Join | Leave | CommandOutcome
 
 PUBLISH_PHASES = (  # in their order
     # `order` is the way to a staged engine and back, and its wait for the batch that is computed.
-    *("digest", "offer", "group", "receive", "expect", "order", "pause"),
-    *("transfer", "load", "verify", "commit"),
+    # `stage` and `prove` are load and check of a version next to the live weights, while the engine
+    # generates; `load` is then a copy on its device.
+    *("digest", "offer", "group", "receive", "stage", "prove", "expect", "order"),
+    *("pause", "transfer", "load", "verify", "commit"),
 )
 
 

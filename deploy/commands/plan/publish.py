@@ -36,6 +36,8 @@ _ROWS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("what engines must hold, s", lambda c: c.expect_s),
     ("an engine's load, s", lambda c: c.load_s),
     ("an engine's check, s", lambda c: c.check_s),
+    ("an engine's pause, s", lambda c: c.pause_s),
+    ("its pause with a second copy, s", lambda c: c.copy_s),
     ("until the last engine runs it, s", lambda c: c.total_s),
     ("digests of an engine host, core-s", lambda c: c.digest_core_s),
     ("slots of a learner host, GB", lambda c: c.slot_bytes / GB),

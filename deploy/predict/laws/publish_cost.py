@@ -31,6 +31,7 @@ class Rates:
     expect: float = 8e9  # rate of the check of a host, through one GPU
     load: float = 8e9  # rate of each GPU of an engine
     check: float = 1e12  # rate of each GPU of an engine over its weights
+    copy: float = 1e12  # rate of each GPU of an engine from its second copy to its weights
 
     @classmethod
     def of(cls, bus: WeightBusSection) -> Self:
@@ -59,6 +60,7 @@ class Setup:
     is_staged: bool = True  # received while the engine runs, then loaded
     delta_share: float = 1.0  # share of a version's bytes that travel
     digest_threads: int = 16  # number on a learner host
+    has_shadow: bool = False  # engines load next to their live weights; with ``is_staged``
     rates: Rates = Rates()
 
     @property
@@ -84,8 +86,10 @@ class Cost:
     receive_s: float  # until the last engine host has the version, from the first byte on
     expect_s: float  # computing what engines must hold
     arrival_s: float  # from the written version until the last engine may adopt it
-    load_s: float  # load of an engine, which pauses for it
-    check_s: float  # checksums of an engine, likewise
+    load_s: float  # load of an engine
+    check_s: float  # checksums of an engine
+    copy_s: float  # copy on the device of an engine with a second copy of its weights
+    pause_s: float  # pause of an engine: that copy, or load and check
     digest_core_s: float  # seconds of a core on each engine host
     slot_bytes: float  # memory of each learner host
     learner_host_bytes: float  # bytes sent by each learner host
@@ -94,11 +98,6 @@ class Cost:
     commands: int  # messages to the agents, each with one answer
     bucket_requests: int  # each with one answer
     copied_bytes: float  # copies of the bus within all engine hosts, before engines load
-
-    @property
-    def pause_s(self) -> float:
-        """An engine's pause in seconds."""
-        return self.load_s + self.check_s
 
     @property
     def total_s(self) -> float:
@@ -135,14 +134,24 @@ def cost_of(setup: Setup) -> Cost:
     # relay has all tensors, and agents do so afterwards.
     is_after = setup.learner_hosts > 1
     ready_s = receive_s + expect_s if is_after else max(receive_s, expect_s)
+    load_s = max(receive_s, expect_s)
+    if setup.is_staged:
+        load_s = version / (setup.gpus * rates.load)
+    check_s = version / (setup.gpus * rates.check)
+    copy_s = version / (setup.gpus * rates.copy)
+    pause_s, before_pause_s = load_s + check_s, 0.0
+    if setup.has_shadow and setup.is_staged:
+        pause_s, before_pause_s = copy_s, pause_s
     return Cost(
         stall_s=version / (setup.learner_hosts * setup.gpus * setup.pcie_bytes_s),
         digest_s=digest_s if setup.is_staged else 0.0,
         receive_s=receive_s if setup.is_staged else 0.0,
         expect_s=expect_s if setup.is_staged else 0.0,
-        arrival_s=digest_s + ready_s if setup.is_staged else 0.0,
-        load_s=version / (setup.gpus * rates.load) if setup.is_staged else max(receive_s, expect_s),
-        check_s=version / (setup.gpus * rates.check),
+        arrival_s=digest_s + ready_s + before_pause_s if setup.is_staged else 0.0,
+        load_s=load_s,
+        check_s=check_s,
+        copy_s=copy_s,
+        pause_s=pause_s,
         digest_core_s=version / rates.digest,
         slot_bytes=SLOTS * part,
         learner_host_bytes=leaves,

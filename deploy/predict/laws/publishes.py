@@ -19,8 +19,12 @@ def publish_cost(
     engines: int,
     engine_ranks: int,
     bus: WeightBusSection,
+    has_shadow: bool = False,
 ) -> Cost:
-    """Return a publish's cost under the settings of the weight bus."""
+    """Return a publish's cost under the settings of the weight bus.
+
+    With ``has_shadow`` engines load a version next to their live weights.
+    """
     hosts = cluster.hosts(engine_ranks)
     fetches = engines * hosts if hosts > 1 else cluster.hosts(engines * engine_ranks)
     setup = Setup(
@@ -35,6 +39,7 @@ def publish_cost(
         bucket_bytes=bus.bucket_bytes,
         connections=bus.connections or Setup.connections,
         rates=Rates.of(bus),
+        has_shadow=has_shadow,
     )
     stall_s = version_bytes / (learner_gpus * cluster.pcie_bytes_s)
     return replace(cost_of(setup), stall_s=stall_s)

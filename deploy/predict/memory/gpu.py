@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, total_bytes
 from slipstream.generators.config import GeneratorsSection
+from slipstream.generators.versions.shadow_state import has_room
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
+_SHADOW = "second copy (generators.shadow)"
 _DEFAULT_STATIC_SHARE = 0.85  # share of a GPU that SGLang takes for weights and cache
 
 
@@ -66,8 +68,17 @@ def learner_memory(
     return [part for part in max(stages, key=total_bytes) if part.num_bytes]
 
 
+def shadow_bytes(memory: Sequence[MemoryPart]) -> float:
+    """Return the bytes of the second copy of an engine's weights in the parts of its memory."""
+    return sum(part.num_bytes for part in memory if part.what == _SHADOW)
+
+
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
-    """Return the memory of one rank of an engine; the cache takes the rest of the share."""
+    """Return the memory of one rank of an engine; the cache takes the rest of the share.
+
+    Weights and cache come first, graphs and activations last; a second copy of the weights before
+    these, if there is room for one.
+    """
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
     count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
@@ -76,6 +87,10 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
+    shadow = (
+        2.0 * count if config.generators.keeps_shadow and has_room(2 * count, free=pool) else 0.0
+    )
+    pool -= shadow
     copies = kv_copies(hf, ranks // groups)
     per_token = rank_kv_bytes(hf, ranks, groups)
     law = f"4 L g d{' a' if groups > 1 else ''}{f' {copies}' if copies > 1 else ''}{split}"
@@ -83,17 +98,20 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         law = "2 L c, of compressed vectors that each rank keeps,"
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
-    return [
+    parts = [
         MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}{more}"),
         MemoryPart(
             f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
             f"sequences of {longest:,}",
             pool,
-            f"{fraction:g} of the GPU - weights; {law} = {per_token:,} bytes a token",
+            f"{fraction:g} of the GPU - {'2 x ' if shadow else ''}weights; {law} = {per_token:,} "
+            "bytes a token",
         ),
+        MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room"),
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
             "the rest of mem_fraction_static",
         ),
     ]
+    return [part for part in parts if part.what != _SHADOW or part.num_bytes]

@@ -9,7 +9,7 @@ from slipstream.deploy.predict.laws.engine_law import engine_law
 from slipstream.deploy.predict.laws.figure import Figure
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.laws.publishes import publish_cost
-from slipstream.deploy.predict.memory.gpu import learner_memory, static_share
+from slipstream.deploy.predict.memory.gpu import GIB, learner_memory, shadow_bytes, static_share
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.deploy.predict.size.engines import EngineSize, engine_size, larger_engines
 from slipstream.deploy.predict.size.pools import (
@@ -108,6 +108,7 @@ def _publish(asked: PlanRequest, split: Split, bus: WeightBusSection) -> Cost:
         engines=split.engines,
         engine_ranks=split.engine.ranks,
         bus=bus,
+        has_shadow=shadow_bytes(split.engine.memory) > 0,
     )
 
 
@@ -131,7 +132,8 @@ def _splits(
             asked.cluster,
             ranks=size.ranks,
             attention_groups=size.groups,
-            memory_share=static_share(asked.config.generators.generators),
+            memory_share=static_share(asked.config.generators.generators)
+            - shadow_bytes(size.memory) / GIB / asked.cluster.gpu.memory_gib,
         ),
         lambda split: _publish(asked, split, asked.config.learner.weightbus),
     )

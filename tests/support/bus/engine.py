@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from slipstream.generators.sglang.weight_shadow import Weights, WeightShadow
+from slipstream.generators.versions.shadow_state import Readiness
+from slipstream.weightbus.agent.engine import Adoption
 from slipstream.weightbus.net import groups
+from slipstream.weightbus.version import engine_checksums
 from slipstream.weightbus.version.engine_checksums import expected_checksums
 from slipstream.weightbus.version.mapped_file import watched
 from slipstream.wire.errors import EngineError, PublishError
@@ -37,6 +41,7 @@ class BusEngine(EngineInSteps):
         group_timeout_s: float,
         fault: Callable[[str], None] = lambda _step: None,
         token_s: float = 0.005,
+        has_shadow: bool = False,
     ) -> None:
         """Hold weights and generate.
 
@@ -46,6 +51,7 @@ class BusEngine(EngineInSteps):
             group_timeout_s: of collectives.
             fault: is called with the name of every step, and may raise, hang or end the process.
             token_s: seconds per token.
+            has_shadow: True loads versions beside the live weights.
         """
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.num_paused = 0
@@ -59,6 +65,13 @@ class BusEngine(EngineInSteps):
         self._runs = False
         self._is_open = False
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._staged: PolicyVersion | None = None
+        self._shadow: WeightShadow | None = None
+        if has_shadow:
+            self._live = _Held(self.tensors)
+            self._shadow = WeightShadow(
+                self._live, self._load_shadow, expected_of, device=torch.device("cpu")
+            )
 
     @property
     def runs(self) -> bool:
@@ -164,6 +177,42 @@ class BusEngine(EngineInSteps):
             if why := difference():
                 raise EngineError(why)
 
+    def _load_shadow(self, twin: nn.Module, weights: Weights) -> None:
+        for index, (name, tensor) in enumerate(weights):
+            twin._parameters[name].data.copy_(tensor)  # type: ignore[union-attr]
+            if index == 0:
+                self._fault("in_stage")
+
+    async def stage_folder(self, folder: Path, version: PolicyVersion) -> dict[str, float]:
+        self._staged = None
+        if self._shadow is None:
+            return {}
+        while (  # noqa: ASYNC110 a thread loads it
+            step := self._shadow.ask(folder, version.label)
+        ).readiness is Readiness.LOADING:
+            await asyncio.sleep(0.002)
+        if step.readiness is Readiness.FAILED:
+            raise EngineError(step.why)
+        self._staged = version
+        return {"stage": 0.0}
+
+    async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:
+        is_staged, self._staged = self._staged == version, None
+        if not is_staged or self._shadow is None or self._shadow.loaded is None:
+            return await super().adopt_folder(folder, version, digest=digest)
+        checksums = self._shadow.loaded.checksums
+        if digest and engine_checksums.digest_of(checksums) != digest:
+            return Adoption(1, {}, checksums)
+        num_in_flight = await self.pause()
+        for name in list(self.tensors)[:1]:  # a copy that fails midway
+            self.tensors[name] = self._shadow._twins.twin._parameters[name].detach().clone()  # type: ignore[union-attr]
+            self._fault("in_copy")
+        self._shadow.adopt(version.label)
+        self.tensors = {name: held.detach().clone() for name, held in self._live.weights().items()}
+        await self.label(version)
+        await self.resume()
+        return Adoption(num_in_flight, {"load": 0.0})
+
     async def checksums(self) -> dict[str, str]:
         self._fault("checksums")
         return expected_checksums(self.tensors)
@@ -175,6 +224,24 @@ class BusEngine(EngineInSteps):
     async def resume(self) -> None:
         self._fault("resume")
         self._runs = True
+
+
+class _Held(nn.Module):
+    """Weights with dots in their names."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: held for name, held in self._parameters.items() if held is not None}
+
+
+def expected_of(held: nn.Module) -> dict[str, str]:
+    """Return the checksums of held weights."""
+    assert isinstance(held, _Held)
+    return expected_checksums(held.weights())
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:

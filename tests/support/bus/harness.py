@@ -229,7 +229,7 @@ class WeightBus:
         counts: list[int],
         do: str,
         transport: str = "collective",
-        *,
+        *more: str,
         is_armed: bool = True,
     ) -> None:
         """Start an agent that fails when it reached a step so many times since it failed last.
@@ -239,7 +239,7 @@ class WeightBus:
         fault = json.dumps([step, counts, do])
         if is_armed:
             self.arm(name)
-        self.start(name, transport, "--fault", fault)
+        self.start(name, transport, "--fault", fault, *more)
 
     def arm(self, name: str) -> None:
         (self.folder / f"{name}.armed").touch()

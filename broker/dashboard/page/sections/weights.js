@@ -6,7 +6,7 @@ import { bytes, duration, fixed, label, plural } from "/static/format.js";
 
 const MOST = 60; // publishes on the chart
 const MOST_ENGINES = 8; // on the chart, and named in the words about a publish
-const PHASES = ["digest", "offer", "group", "receive", "expect", "order", "pause", "transfer", "load", "verify", "commit"];
+const PHASES = ["digest", "offer", "group", "receive", "stage", "prove", "expect", "order", "pause", "transfer", "load", "verify", "commit"];
 const COLORS = ["--c8", "--c7", "--c6", "--c1", "--c2", "--c4", "--c3", "--c5"];
 
 /** Describe the engines that adopted a publish, those left out and those that compute something else. */

@@ -14,6 +14,7 @@ from slipstream.deploy.predict.memory.gpu import (
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
+    shadow_bytes,
     static_share,
 )
 from slipstream.deploy.preflight.dry_run import print_dry_run
@@ -145,18 +146,32 @@ def test_the_shipped_configs_fit_into_80_gib_by_the_estimate(name: str, tmp_path
     assert learner < 80
     assert cache.num_bytes > 0
     if config.deploy.share_gpus:
-        both = learner + sum(part.num_bytes for part in generator_memory(hf, config)[:2]) / GIB
+        both = learner + sum(part.num_bytes for part in generator_memory(hf, config)[:-1]) / GIB
         assert both < 80
 
 
 def test_a_larger_gpu_has_more_cache_and_no_other_weights(tmp_path: Path):
-    config = config_of("qwen3-8b-16gpu", tmp_path)
+    config = config_of("qwen3-8b-16gpu", tmp_path, "generators.shadow=false")
     hf = load_hf_config(tmp_path)
     larger = config.with_settings("deploy", gpu_memory_gib=config.deploy.gpu_memory_gib + 10)
     weights, cache, _ = zip(generator_memory(hf, config), generator_memory(hf, larger), strict=True)
     assert weights[0].num_bytes == weights[1].num_bytes
     share = static_share(config.generators.generators)
     assert cache[1].num_bytes - cache[0].num_bytes == pytest.approx(share * 10 * 2**30)
+
+
+def test_an_engine_keeps_a_second_copy_where_the_cache_keeps_three_quarters(tmp_path: Path):
+    config = config_of("qwen2.5-1.5b-1gpu", tmp_path, "deploy.share_gpus=false")
+    hf = load_hf_config(tmp_path)
+    without = config.with_settings("generators", shadow=False)
+    (weights, cache, shadow, _), (_, alone, _) = (
+        generator_memory(hf, config),
+        generator_memory(hf, without),
+    )
+    assert shadow.num_bytes == weights.num_bytes == alone.num_bytes - cache.num_bytes
+    assert shadow_bytes(generator_memory(hf, config)) == shadow.num_bytes
+    small = config.with_settings("deploy", gpu_memory_gib=16)
+    assert not shadow_bytes(generator_memory(hf, small))
 
 
 def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,22 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     assert found["SLIPSTREAM_GROUP_TIMEOUT_S"] == str(settings.weightbus.timeout_s)
     assert found["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(start_order.SERVER_KEEPS_S)
     assert (found["TMPDIR"], found["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
+
+
+@pytest.mark.parametrize(
+    ("sections", "keeps"),
+    [
+        ({}, "1"),
+        ({"generators": {"shadow": False}}, "0"),
+        ({"weightbus": {"transport": "collective"}}, "0"),
+        ({"lora": {"rank": 8, "targets": ["o_proj"]}}, "0"),
+    ],
+)
+def test_an_engine_keeps_a_second_copy_if_versions_are_loaded_into_its_weights(
+    tmp_path: Path, sections: dict[str, Any], keeps: str
+):
+    settings = generator_settings_of(tmp_path, **sections)
+    assert start_order.environment_of(settings, tmp_path)["SLIPSTREAM_SHADOW"] == keeps
 
 
 @pytest.mark.parametrize(

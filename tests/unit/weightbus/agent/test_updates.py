@@ -38,13 +38,17 @@ PROBE = ProbeLogprobs(sequences=((3, 5, 1),), logprobs=((-0.5, -2.0),), num_cont
 class Agent:
     """An engine of plain tensors with its updates, and versions on disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_shadow: bool = False) -> None:
         tensors = version(0)
         self.failing = ""
         self.told: list[str] = []
         self.probes: list[ProbeLogprobs | None] = []
         self.engine = BusEngine(
-            tensors, log=folder / "tokens", group_timeout_s=1.0, fault=self._fault
+            tensors,
+            log=folder / "tokens",
+            group_timeout_s=1.0,
+            fault=self._fault,
+            has_shadow=has_shadow,
         )
         self.staging = Staging(folder, "a")
         self.updates = EngineUpdates(
@@ -104,6 +108,14 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.staging.close()
 
 
+@pytest.fixture
+def shadowed(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path, has_shadow=True)
+    yield agent
+    agent.engine.close()
+    agent.staging.close()
+
+
 def version(seed: int) -> dict[str, Tensor]:
     return random_tensors(seed=seed, count=3, size=8)
 
@@ -127,6 +139,41 @@ def test_the_engine_is_compared_with_the_digest_of_the_relay_or_of_what_was_rece
     assert not agent.staging.may_be_read
     assert agent.told == ["pause", "adopt v1.1", "probe v1.1"]
     assert agent.probes == [None]
+
+
+def test_a_version_is_received_beside_the_live_weights_and_the_pause_is_a_copy(shadowed: Agent):
+    shadowed.adopted(0, version(0))
+    received = shadowed.receive(1, version(1))
+    assert received.phase_seconds.keys() == {"expect", "stage"}
+    assert shadowed.engine.runs
+    assert digest(shadowed.engine.tensors) == digest(version(0))
+    assert not shadowed.staging.may_be_read, "the engine has read it all"
+    assert shadowed.adopt(1, expected=digest(version(1))).phase_seconds.keys() == {"load"}
+    assert digest(shadowed.engine.tensors) == digest(version(1))
+
+
+def test_a_shadow_with_other_bytes_than_expected_never_becomes_live(shadowed: Agent):
+    shadowed.adopted(0, version(0))
+    shadowed.receive(1, version(1))
+    outcome = shadowed.adopt(1, expected=digest(version(2)))
+    assert digest_of(outcome.checksums) == digest(version(1))
+    assert (shadowed.updates.adopted, shadowed.updates.is_paused) == (PolicyVersion(1, 0), False)
+    shadowed.do(Abandon(command_id=4, reason="it differs"))
+    assert shadowed.engine.runs
+    assert digest(shadowed.engine.tensors) == digest(version(0))
+    shadowed.adopted(2, version(2))
+
+
+def test_a_load_that_fails_beside_the_live_weights_pauses_nothing(shadowed: Agent):
+    shadowed.adopted(0, version(0))
+    shadowed.told.clear()
+    shadowed.failing = "in_stage"
+    assert shadowed.receive(1, version(1)).error == "injected at in_stage"
+    assert shadowed.adopt(1).error
+    assert (shadowed.updates.adopted, shadowed.told) == (PolicyVersion(1, 0), [])
+    assert shadowed.staging.may_be_read, "another rank may still read it"
+    shadowed.failing = ""
+    shadowed.adopted(1, version(1))
 
 
 def test_the_probe_of_an_adopted_version_is_handed_on(agent: Agent):
