@@ -1,4 +1,4 @@
 """Weight versions of an engine: what it received, which tokens it sampled with, and its proof.
 
-Imported by generators.
+Imported by deploy and generators.
 """
