@@ -1,19 +1,27 @@
 """A part's relay and its head, whose connection breaks, and a head that is gone for good."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 import zmq.asyncio
 
+from slipstream.weightbus.agent import updates
 from slipstream.weightbus.agent.fetcher import BucketFetcher
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
+from slipstream.weightbus.version.tensor_bits import Tensors
 from slipstream.wire.errors import PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor, RelayAddress
+from tests.support.bus.engine import BusEngine
 from tests.support.bus.in_between import Link
-from tests.support.bus.remote import EPOCH, Bulk, agent, client_key, running
+from tests.support.bus.published import subscriber_of
+from tests.support.bus.remote import EPOCH, TENSORS, Bulk, adopts, agent, client_key, running
 from tests.support.bus.two_hosts import TwoHosts
 from tests.support.waiting import until_async
 
@@ -51,6 +59,48 @@ async def test_a_hold_whose_answer_was_lost_with_the_connection_is_asked_for_aga
                 link.cut()
                 await until_async(lambda: subscriber.adopted == VERSION)
         assert not any(record.failed for record in learner.records)
+
+
+class OnGpu(BusEngine):
+    """An engine that hashes its tensors as on a GPU."""
+
+    async def checksums(self) -> dict[str, str]:
+        return expected_checksums(self.tensors, EngineLayout("cuda"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_what_an_engine_on_a_gpu_must_hold_is_hashed_where_it_is_written(
+    folder: Path, device: Literal["cpu", "cuda"], monkeypatch: pytest.MonkeyPatch
+):
+    computed: list[EngineLayout] = []
+
+    def by_agent(tensors: Tensors, of: EngineLayout) -> dict[str, str]:
+        computed.append(of)
+        return expected_checksums(tensors, of)
+
+    monkeypatch.setattr(updates, "expected_of_version", by_agent)
+    learner, key = TwoHosts(folder), client_key("far")
+    engine = (OnGpu if device == "cuda" else BusEngine)(
+        TENSORS, log=folder / "tokens", group_timeout_s=1.0
+    )
+    tensors = TensorSet({name: tuple(t.shape) for name, t in TENSORS.items()}, "float32")
+    subscriber = subscriber_of(
+        engine, tensors, Staging(folder, "far"), transport="tcp", key=key, device=device
+    )
+    async with learner.running_head() as head, learner.running_part():
+        learner.listener.admit({key.public: "far"})
+        learner.show_head(head)
+        async with running(subscriber.run(head)):
+            for step in range(2):
+                learner.publish(step)
+                await adopts(subscriber, step)
+            engine.loads_wrongly = next(iter(TENSORS))
+            learner.publish(2)
+            await until_async(lambda: any(record.failed for record in learner.records))
+    (failed,) = (why for record in learner.records[-1:] for why in record.failed.values())
+    assert f"1 tensors differ in the engine: ['{engine.loads_wrongly}']" in failed
+    assert set(computed) == (set() if device == "cuda" else {EngineLayout()})
+    engine.close()
 
 
 async def fetched(door: BulkDoor, key: ClientKey, manifest: WeightManifest) -> bytes:

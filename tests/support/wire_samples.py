@@ -412,10 +412,25 @@ PART_REPORTS: list[part_relays.PartReport] = [
         held=(VERSION,),
     ),
     part_relays.PartHeld(command_id=1, error="it is not whole there", digests={"norm": "00ff"}),
+    part_relays.PartHashed(
+        command_id=2,
+        hashes={
+            "norm": (
+                part_relays.HashPart(
+                    total=40_000,
+                    num_bytes=7,
+                    whole=(1, 2**32 - 1),
+                    edges={1: (3, 4)},
+                    cut={8193: 5},
+                ),
+            )
+        },
+    ),
 ]
 HEAD_COMMANDS: list[part_relays.HeadCommand] = [
     part_relays.PartHeard(relay="b2", keys_digest="0f", generator_keys={"k": "gpu-7"}),
     part_relays.Hold(command_id=1, epoch=2, version=VERSION),
+    part_relays.Hash(command_id=2, version=VERSION, num_ranks=2, attention_groups=1),
     part_relays.Release(epoch=2, version=VERSION),
 ]
 

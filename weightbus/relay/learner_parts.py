@@ -4,14 +4,19 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
+from slipstream.weightbus.version.engine_checksums import EngineLayout
 from slipstream.weightbus.version.layout import names_by_part
 from slipstream.weightbus.version.part_book import digest_of_keys
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.part_relays import (
+    Hash,
+    HashPart,
     HeadCommand,
     Hold,
+    PartHashed,
     PartHeard,
     PartHeld,
     PartReport,
@@ -23,6 +28,7 @@ from slipstream.wire.messages.weightbus import BulkDoor
 
 _log = logging.getLogger(__name__)
 Send = Callable[[HeadCommand], None]
+A = TypeVar("A", PartHeld, PartHashed)
 
 
 class _Part:
@@ -32,13 +38,13 @@ class _Part:
         self.state = state
         self.peer = peer  # its connection
         self.send = send
-        self.waiting: dict[int, tuple[Hold, asyncio.Future[PartHeld]]] = {}
+        self.waiting: dict[int, tuple[Hold | Hash, asyncio.Future[PartHeld | PartHashed]]] = {}
 
     def moved(self, peer: bytes, send: Send) -> None:
         """Repeat requests whose answers may have been lost with the old connection."""
         self.peer, self.send = peer, send
-        for hold, _ in self.waiting.values():
-            send(hold)
+        for command, _ in self.waiting.values():
+            send(command)
 
     def gone(self, why: str) -> None:
         """Fail the requests that wait for this part."""
@@ -50,8 +56,12 @@ class _Part:
 class Parts:
     """The part relays that report to this head. Use it inside one event loop."""
 
-    def __init__(self, *, relay: str, timeout_s: float) -> None:
-        """Start without parts; ``relay`` is the incarnation of this head."""
+    def __init__(self, *, relay: str, timeout_s: float, hash_timeout_s: float) -> None:
+        """Start without parts; ``relay`` is the incarnation of this head.
+
+        A part holds a version within ``timeout_s``, and hashes it within ``hash_timeout_s``.
+        """
+        self._hash_timeout_s = hash_timeout_s
         self.relay = relay
         self._timeout_s = timeout_s
         self._parts: dict[int, _Part] = {}
@@ -78,7 +88,7 @@ class Parts:
         ``heard`` is called with its state.
         """
         known = self._parts.get(part)
-        if isinstance(report, PartHeld):
+        if not isinstance(report, PartState):
             waiting = known.waiting.get(report.command_id) if known is not None else None
             if waiting is not None and not waiting[1].done():
                 waiting[1].set_result(report)
@@ -174,29 +184,56 @@ class Parts:
     async def _hold(
         self, number: int, part: _Part, version: PolicyVersion, names: frozenset[str]
     ) -> dict[str, str]:
-        command_id = next(self._numbers)
-        future: asyncio.Future[PartHeld] = asyncio.get_running_loop().create_future()
-        hold = Hold(command_id=command_id, epoch=part.state.epoch, version=version)
-        part.waiting[command_id] = hold, future
-        try:
-            part.send(hold)
-            async with asyncio.timeout(self._timeout_s):
-                answer = await future
-        except TimeoutError as error:
-            raise PublishError(
-                f"part {number} of the learner did not answer Hold in {self._timeout_s:g} s "
-                "(weightbus.timeout_s)"
-            ) from error
-        finally:
-            del part.waiting[command_id]
-        if answer.error:
-            raise PublishError(f"part {number} of the learner: {answer.error}")
+        hold = Hold(command_id=next(self._numbers), epoch=part.state.epoch, version=version)
+        answer = await self._ask(number, part, hold, PartHeld)
         if strange := sorted(answer.digests.keys() ^ names):
             name = strange[0]
             what = "has no digest of its tensor" if name in names else "has a digest of"
             whose = "" if name in names else ", which is not one of its tensors"
             raise PublishError(f"part {number} of the learner {what} {name}{whose}")
         return answer.digests
+
+    async def hashes(
+        self, version: PolicyVersion, of: EngineLayout
+    ) -> list[dict[str, tuple[HashPart, ...]]]:
+        """Return each part's share in what engines on GPUs must hold of a held version.
+
+        Raises:
+            PublishError: a part does not have it, or does not answer in time.
+        """
+
+        async def hashed(number: int, part: _Part) -> dict[str, tuple[HashPart, ...]]:
+            command = Hash(
+                command_id=next(self._numbers),
+                version=version,
+                num_ranks=of.num_ranks,
+                attention_groups=of.attention_groups,
+            )
+            return (await self._ask(number, part, command, PartHashed)).hashes
+
+        return await asyncio.gather(*(hashed(*item) for item in enumerate(self._all(), 1)))
+
+    async def _ask(self, number: int, part: _Part, command: Hold | Hash, answers: type[A]) -> A:
+        limit_s = self._timeout_s if isinstance(command, Hold) else self._hash_timeout_s
+        future: asyncio.Future[PartHeld | PartHashed] = asyncio.get_running_loop().create_future()
+        part.waiting[command.command_id] = command, future
+        try:
+            part.send(command)
+            async with asyncio.timeout(limit_s):
+                answer = await future
+        except TimeoutError as error:
+            setting = "timeout_s" if isinstance(command, Hold) else "receive_timeout_s"
+            raise PublishError(
+                f"part {number} of the learner did not answer {type(command).__name__} in "
+                f"{limit_s:g} s (weightbus.{setting})"
+            ) from error
+        finally:
+            del part.waiting[command.command_id]
+        if answer.error:
+            raise PublishError(f"part {number} of the learner: {answer.error}")
+        if not isinstance(answer, answers):
+            raise PublishError(f"part {number} of the learner sent {type(answer).__name__}")
+        return answer
 
     def release(self, version: PolicyVersion) -> None:
         """Let the parts drop a version."""

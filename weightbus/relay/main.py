@@ -88,7 +88,11 @@ class Relay:
         bus = settings.weightbus
         others: Parts | None = None
         if parts > 1:
-            others = Parts(relay=secrets.token_hex(8), timeout_s=bus.timeout_s)
+            others = Parts(
+                relay=secrets.token_hex(8),
+                timeout_s=bus.timeout_s,
+                hash_timeout_s=bus.receive_timeout_s,
+            )
         versions = Versions(
             settings.folder, parts=others, silence_s=bus.member_silence_s, digests=bus.digest_kind
         )

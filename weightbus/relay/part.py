@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 
 import zmq
@@ -15,11 +16,21 @@ from slipstream.weightbus.relay.bulk import serve_buckets
 from slipstream.weightbus.relay.deltas import Deltas
 from slipstream.weightbus.relay.learner_socket import LearnerSocket
 from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.engine_checksums import EngineLayout
 from slipstream.weightbus.version.part_book import Holds, KnownKeys
-from slipstream.wire.errors import ProtocolError
+from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import decode_head_command, encode
-from slipstream.wire.messages.part_relays import Hold, PartHeard, PartHeld, PartState, Release
+from slipstream.wire.messages.part_relays import (
+    Hash,
+    HashPart,
+    Hold,
+    PartHashed,
+    PartHeard,
+    PartHeld,
+    PartState,
+    Release,
+)
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.relay import ServeHead
 from slipstream.wire.process.run_until import run_until
@@ -163,12 +174,17 @@ class PartRelay:
                 case PartHeard():
                     self._heard(command, time.monotonic())
                 case Hold():
-                    task = asyncio.create_task(self._hold(socket, command))
-                    self._answering.add(task)
-                    task.add_done_callback(self._answering.discard)
+                    self._begin(self._hold(socket, command))
+                case Hash():
+                    self._begin(self._hash(socket, command))
                 case Release(version=version):
                     self._holds.release(version)
                     self._versions.let_go()
+
+    def _begin(self, answering: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(answering)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     def _heard(self, command: PartHeard, now_s: float) -> None:
         if self._holds.heard(command.relay, now_s):
@@ -201,6 +217,29 @@ class PartRelay:
             if self._versions.find(version) is not publication:
                 self._holds.release(version)
                 digests, error = {}, f"{version.label} was overwritten there"
-        answer = PartHeld(command_id=command.command_id, error=error, digests=digests)
+        await self._answer(
+            socket, PartHeld(command_id=command.command_id, error=error, digests=digests)
+        )
+
+    async def _hash(self, socket: zmq.asyncio.Socket, command: Hash) -> None:
+        """Answer with this part's share in engines' checksums of a version that it holds."""
+        version, of = (
+            command.version,
+            EngineLayout("cuda", command.num_ranks, command.attention_groups),
+        )
+        hashes, error = dict[str, tuple[HashPart, ...]](), f"{version.label} is not held there"
+        publication = self._versions.find(version)
+        if publication is not None and version in self._holds.held(time.monotonic()):
+            try:
+                hashes, error = await publication.hash_parts(of), ""
+            except PublishError as failed:
+                error = str(failed)
+            if self._versions.find(version) is not publication:
+                hashes, error = {}, f"{version.label} was overwritten there"
+        await self._answer(
+            socket, PartHashed(command_id=command.command_id, error=error, hashes=hashes)
+        )
+
+    async def _answer(self, socket: zmq.asyncio.Socket, answer: PartHeld | PartHashed) -> None:
         with suppress(zmq.ZMQError):  # the socket is full or closed: the head gives up in time
             await socket.send_multipart(cut([encode(answer)]), zmq.NOBLOCK)

@@ -10,11 +10,17 @@ from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.relay.learner_parts import Parts
 from slipstream.weightbus.version.adapter_checksums import are_adapters, expected_of_version
 from slipstream.weightbus.version.digests import DigestKind
-from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    digest_of,
+    hash_parts,
+    joined_checksums,
+)
 from slipstream.weightbus.version.snapshot import WeightSnapshot, with_digests
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode_manifest
 from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.part_relays import HashPart
 from slipstream.wire.messages.probe import ProbeLogprobs
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import BulkDoor
@@ -53,6 +59,7 @@ class Publication:
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._own: asyncio.Future[dict[str, str]] | None = None
         self._expected: dict[EngineLayout, asyncio.Future[dict[str, str]]] = {}
+        self._shares: dict[EngineLayout, asyncio.Future[dict[str, tuple[HashPart, ...]]]] = {}
         self._digest = ""
         self._digests: dict[EngineLayout, str] = {}  # digests of the expected checksums
         self._encoded: msgspec.Raw | None = None
@@ -139,20 +146,48 @@ class Publication:
         self._encoded = self._encoded or encode_manifest(manifest)
         return self._encoded
 
-    def begin_checksums(self, of: EngineLayout) -> asyncio.Future[dict[str, str]]:
-        """Start to compute the result of ``expected``."""
-        tensors = self.snapshot.tensors
+    def knows(self, of: EngineLayout) -> bool:
+        """True if relays can compute ``expected``: a CPU's checksums need whole tensors."""
+        return self.is_whole or of.device != "cpu"
 
-        def compute() -> dict[str, str]:
+    def begin_checksums(self, of: EngineLayout) -> asyncio.Future[dict[str, str]]:
+        """Start to compute the result of ``expected``, of a version that other parts hold."""
+        if of not in self._expected or _has_failed(self._expected[of]):
+            tensors = self.snapshot.tensors
+            if self.parts is None:
+                expected = self._computed(lambda: expected_of_version(tensors, of))
+            else:
+                expected = asyncio.ensure_future(self._joined(self.parts, of))
+                expected.add_done_callback(self._ended)
+            self._expected[of] = expected
+        return self._expected[of]
+
+    async def _joined(self, parts: Parts, of: EngineLayout) -> dict[str, str]:
+        own, others = await asyncio.gather(self.hash_parts(of), parts.hashes(self.version, of))
+        return joined_checksums([own, *others])
+
+    async def hash_parts(self, of: EngineLayout) -> dict[str, tuple[HashPart, ...]]:
+        """Return the share of this relay's tensors in the checksums of engines on GPUs.
+
+        Raises:
+            PublishError: it cannot be computed.
+        """
+        snapshot = self.snapshot
+        if of not in self._shares or _has_failed(self._shares[of]):
+            self._shares[of] = self._computed(
+                lambda: hash_parts(snapshot.tensors, snapshot.layout, of)
+            )
+        return await asyncio.shield(self._shares[of])
+
+    def _computed(self, compute: Callable[[], T]) -> asyncio.Future[T]:
+        def computed() -> T:
             try:
-                return expected_of_version(tensors, of)
+                return compute()
             except (RuntimeError, MemoryError, OSError) as error:  # a GPU or disk without room
                 what = f"what engines must hold of {self.version.label} cannot be computed"
                 raise PublishError(f"{what}: {error}") from error
 
-        if of not in self._expected or _has_failed(self._expected[of]):
-            self._expected[of] = self.in_thread(compute)
-        return self._expected[of]
+        return self.in_thread(computed)
 
     def digest_expected(self, of: EngineLayout) -> str:
         """Return the digest of ``expected`` if it is computed already, else an empty string."""

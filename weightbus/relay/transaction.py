@@ -100,9 +100,9 @@ class Transaction:
         manifest = publication.undigested
         if self._transport.needs_digests:
             manifest = await publication.manifest()
-        if publication.is_whole:  # begin now, not while engines wait
-            for member in [m for m in self._all if m.is_checked]:
-                publication.begin_checksums(engine_layout_of(member.join))
+        for of in {engine_layout_of(member.join) for member in self._all if member.is_checked}:
+            if publication.knows(of):  # begin now, not while engines wait
+                publication.begin_checksums(of)
         times.lap("digest")
         names = {
             Phase.OFFER: "offer",
@@ -160,7 +160,7 @@ class Transaction:
     async def _adopt(self, member: Member) -> None:
         publication, engine_layout = self._publication, engine_layout_of(member.join)
         expected, digest = dict[str, str](), ""
-        if member.is_checked and publication.is_whole:
+        if member.is_checked and publication.knows(engine_layout):
             since_s = self._now()
             expected = await publication.expected(engine_layout)
             digest = publication.digest_expected(engine_layout)

@@ -7,16 +7,19 @@ would be several times slower than the wire (generators/sglang/patches.py replac
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 import xxhash
 
-from slipstream.weightbus.version.gpu_hash import HostTiles, Tiles, tile_sums
+from slipstream.weightbus.version.gpu_hash import HostTiles, Tiles, TileSums, joined_hash, tile_sums
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
+from slipstream.wire.messages.part_relays import HashPart
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
 from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
@@ -50,27 +53,80 @@ def expected_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict
     a CPU.
     """
     of = of or EngineLayout()
-    fused: dict[str, list[tuple[EngineTensor, Bits]]] = {}
-    for name, tensor in tensors.items():
-        place = engine_tensor(name, tensors)
-        if of.device != "cpu":  # a GPU pads only the size of the vocabulary
-            vocabulary = place.row_multiple if place.split == "vocabulary" else 1
-            place = replace(place, row_multiple=vocabulary, column_multiple=1)
-        fused.setdefault(place.name, []).append((place, bits_of(tensor)))
     tiles = None if of.device == "cpu" else _tiles()
 
     def checksum(parts: Iterable[Bits]) -> str:
         return host_checksum(parts) if tiles is None else tile_sums(parts, tiles).hash()
 
     return {
-        checksum_name(name, rank): checksum(
-            part
-            for place, tensor in sorted(pieces, key=lambda piece: piece[0].position)
-            for part in _share(place, tensor, *of.share_of(place, rank))
-        )
-        for name, pieces in fused.items()
-        for rank in range(of.num_ranks)
+        name: checksum(part for _, shares in pieces for part in shares)
+        for name, pieces in _pieces({name: bits_of(t) for name, t in tensors.items()}, of)
     }
+
+
+def hash_parts(
+    tensors: Tensors, manifest: WeightManifest, of: EngineLayout
+) -> dict[str, tuple[HashPart, ...]]:
+    """Return the share of some of a version's tensors in the checksums of an engine on a GPU.
+
+    Returns:
+        Runs of bytes of each of the engine's tensors, by ``checksum_name``.
+    """
+    own = {name: bits_of(tensor) for name, tensor in tensors.items()}
+    # Tensors of other hosts have a shape here, and no memory.
+    absent = {
+        spec.name: np.broadcast_to(np.zeros((), f"u{ITEM_BYTES[spec.dtype]}"), spec.shape)
+        for spec in manifest.tensors
+    }
+    tiles, found = _tiles(), dict[str, tuple[HashPart, ...]]()
+    for name, pieces in _pieces({**absent, **own}, of):
+        placed, at = list[tuple[int, TileSums]](), 0  # sums of runs, by their first byte
+        for is_own, group in groupby(pieces, key=lambda piece: piece[0] in own):
+            parts = [part for _, shares in group for part in shares]
+            num_bytes = sum(part.nbytes for part in parts)
+            if is_own and num_bytes:
+                placed.append((at, tile_sums(parts, tiles, at)))
+            at += num_bytes
+        found[name] = tuple(sums.reduced(start, at) for start, sums in placed)
+    return found
+
+
+def joined_checksums(hosts: Sequence[Mapping[str, Sequence[HashPart]]]) -> dict[str, str]:
+    """Return an engine's checksums from the shares of all hosts.
+
+    Raises:
+        PublishError: bytes of a tensor are missing, or there twice.
+    """
+    found: dict[str, str] = {}
+    for name in {name for host in hosts for name in host}:
+        try:
+            found[name] = joined_hash([part for host in hosts for part in host.get(name, ())])
+        except ValueError as error:
+            raise PublishError(f"hosts of the learner do not have {name} once: {error}") from error
+    return found
+
+
+def _pieces(
+    tensors: Mapping[str, Bits], of: EngineLayout
+) -> Iterator[tuple[str, Iterator[tuple[str, Iterator[Bits]]]]]:
+    """Yield an engine's tensors, by ``checksum_name``, as ranks' shares of ours in their order."""
+    fused: dict[str, list[tuple[EngineTensor, str]]] = {}
+    for name in tensors:
+        place = engine_tensor(name, tensors)
+        if of.device != "cpu":  # a GPU pads only the size of the vocabulary
+            vocabulary = place.row_multiple if place.split == "vocabulary" else 1
+            place = replace(place, row_multiple=vocabulary, column_multiple=1)
+        fused.setdefault(place.name, []).append((place, name))
+    for engine_name, places in fused.items():
+        places.sort(key=lambda placed: placed[0].position)
+        for rank in range(of.num_ranks):
+            yield (
+                checksum_name(engine_name, rank),
+                (
+                    (name, _share(place, tensors[name], *of.share_of(place, rank)))
+                    for place, name in places
+                ),
+            )
 
 
 def host_checksum(parts: Iterable[Bits]) -> str:

@@ -5,7 +5,7 @@ Two sums of 32-bit words, each mixed with its number (the finalizer of MurmurHas
 Before that all is sums, to which parts of a tensor add in any order. Zeros fill the last word.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.wire.messages.part_relays import HashPart
+
 TILE = 8192  # words
+_TILE_BYTES = 4 * TILE
 WORD = 0xFFFFFFFF
 _SEED = 0x243F6A88
 # Seeds of both sums; factor and rotation of a word's number in each.
@@ -46,31 +49,79 @@ class Tiles(Protocol):
         """
 
 
+def joined_hash(parts: Sequence[HashPart]) -> str:
+    """Return a tensor's hash from parts that together are its bytes, in hexadecimal.
+
+    Raises:
+        ValueError: bytes are missing, or there twice, or the parts are of several tensors.
+    """
+    totals, there = {part.total for part in parts}, sum(part.num_bytes for part in parts)
+    if parts and totals != {there}:
+        raise ValueError(f"{there} bytes are there, of {sorted(totals)}")
+    edges: dict[int, Words] = {}
+    cut: dict[int, int] = {}
+    for part in parts:
+        for tile, sums in part.edges.items():
+            edges[tile] = edges.get(tile, np.zeros(2, np.uint32)) + np.array(sums, np.uint32)
+        for number, word in part.cut.items():
+            cut[number] = cut.get(number, 0) + word
+    for number, word in cut.items():
+        edges[number // TILE] = edges.get(number // TILE, np.zeros(2, np.uint32)) + _sums_in_tile(
+            np.array([word & WORD], np.uint32), number
+        )
+    of_edges = np.array(list(edges.values()), np.uint32).reshape(-1, 2)
+    whole = sum((high << 32) + low for high, low in (part.whole for part in parts))
+    return f"{_split_mix(whole + _added(of_edges, there)):016x}"
+
+
+def _added(sums: Words, total: int) -> int:
+    """Return tiles [n, 2] of a tensor of ``total`` bytes, mixed and added."""
+    length = np.uint32(-(-total // 4) * 4 & WORD)
+    high, low = _mixed(sums ^ length).sum(0, dtype=np.uint64)
+    return (int(high) << 32) + int(low) & _HASH
+
+
 @dataclass(frozen=True)
 class TileSums:
-    """Sums of a tensor's tiles over some of its bytes: those of disjoint bytes can be added."""
+    """Sums of a tensor's tiles over some of its bytes."""
 
     num_bytes: int  # from the tensor's first byte to the last one here
     sums: Words  # both sums of each tile from the first one on, [tiles, 2]
     cut: dict[int, int]  # what is here of words that are not whole, by their number
 
-    def __add__(self, other: "TileSums") -> "TileSums":
-        """Return the sums over the bytes of both, which have none in common."""
-        less, more = sorted((self, other), key=lambda sums: sums.num_bytes)
-        sums = more.sums.copy()
-        sums[: len(less.sums)] += less.sums
-        numbers = self.cut.keys() | other.cut.keys()
-        cut = {number: self.cut.get(number, 0) + other.cut.get(number, 0) for number in numbers}
-        return TileSums(more.num_bytes, sums, cut)
-
     def hash(self) -> str:
         """Return the hash of a tensor whose bytes are all here, in hexadecimal."""
+        return joined_hash([self.reduced(0, self.num_bytes)])
+
+    def reduced(self, start: int, total: int) -> "HashPart":
+        """Return what a hash needs of the bytes from ``start`` on, which are in a row.
+
+        Args:
+            start: First byte that is here.
+            total: Bytes of the tensor.
+        """
+        first, end = -(-start // _TILE_BYTES), self.num_bytes // _TILE_BYTES
+        if self.num_bytes == total:
+            end = len(self.sums)
+        inside = slice(first, max(first, end))
         sums = self.sums.copy()
-        for number, word in self.cut.items():
-            sums[number // TILE] += _sums_in_tile(np.array([word], np.uint32), number)
-        sums ^= np.uint32(-(-self.num_bytes // 4) * 4 & WORD)
-        high, low = _mixed(sums).sum(0, dtype=np.uint64)
-        return f"{_split_mix((int(high) << 32) + int(low) & _HASH):016x}"
+        cut = dict(self.cut)
+        for number in self.cut:
+            if inside.start <= number // TILE < inside.stop:
+                word = np.array([cut.pop(number)], np.uint32)
+                sums[number // TILE] += _sums_in_tile(word, number)
+        edges = {
+            tile: (int(sums[tile][0]), int(sums[tile][1]))
+            for tile in {start // _TILE_BYTES, len(sums) - 1}
+            if not inside.start <= tile < inside.stop and 0 <= tile < len(sums)
+        }
+        return HashPart(
+            total=total,
+            num_bytes=self.num_bytes - start,
+            whole=divmod(_added(sums[inside], total), WORD + 1),
+            edges=edges,
+            cut=cut,
+        )
 
 
 def tile_sums(parts: Iterable[NDArray[Any]], tiles: Tiles, start: int = 0) -> TileSums:
@@ -194,6 +245,7 @@ def _mixed(words: Words) -> Words:
 
 
 def _split_mix(word: int) -> int:
+    word &= _HASH
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _HASH
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _HASH
     return word ^ word >> 31

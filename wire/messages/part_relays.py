@@ -9,11 +9,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from slipstream.wire.messages.bounds import ByName, Count, Name, Several, Text
+from slipstream.wire.messages.bounds import ById, ByName, Count, Name, Several, Text
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import BulkDoor
+from slipstream.wire.messages.weightbus import BulkDoor, NumRanks
 
 PartNumber = Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # 0 is the head's own
+Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class PartMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -43,6 +44,25 @@ class PartHeld(PartMessage, frozen=True):
     digests: ByName[Name] = {}  # digests of the part's tensors, by name
 
 
+class HashPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of a run of bytes in an engine's checksum: few numbers, whatever their length."""
+
+    total: Count  # bytes of the engine's tensor
+    num_bytes: Count  # bytes that are here
+    # Upper and lower word of tiles with all their words, mixed and added (version/gpu_hash.py).
+    whole: tuple[Word, Word]
+    edges: ById[tuple[Word, Word]] = {}  # both sums of the words of other tiles, by their index
+    cut: ById[Word] = {}  # bytes that are here of words that are not whole, by their number
+
+
+class PartHashed(PartMessage, frozen=True):
+    """The answer to Hash."""
+
+    command_id: Count
+    error: Text = ""  # it is not held there, or could not be computed
+    hashes: ByName[Several[HashPart]] = {}  # runs of bytes by the checksum's name
+
+
 # ---- head to part ------------------------------------------------------------
 
 
@@ -64,6 +84,15 @@ class Hold(PartMessage, frozen=True):
     version: PolicyVersion
 
 
+class Hash(PartMessage, frozen=True):
+    """Compute this part's share in what engines on GPUs must hold of a version that it holds."""
+
+    command_id: Count
+    version: PolicyVersion
+    num_ranks: NumRanks  # ranks that share an engine's tensors
+    attention_groups: NumRanks
+
+
 class Release(PartMessage, frozen=True):
     """No engine fetches this version any more."""
 
@@ -71,5 +100,5 @@ class Release(PartMessage, frozen=True):
     version: PolicyVersion
 
 
-PartReport: TypeAlias = PartState | PartHeld
-HeadCommand: TypeAlias = PartHeard | Hold | Release
+PartReport: TypeAlias = PartState | PartHeld | PartHashed
+HeadCommand: TypeAlias = PartHeard | Hold | Hash | Release

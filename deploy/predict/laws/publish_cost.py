@@ -127,13 +127,11 @@ def cost_of(setup: Setup) -> Cost:
         receive_s = max(receive_s, version / (setup.connections * rates.digest))
     if setup.delta_share < 1:
         receive_s = max(receive_s, part / rates.encode)
-    expect_s = version / (rates.expect if setup.is_staged else setup.pcie_bytes_s)
+    expect_s = part / (rates.expect if setup.is_staged else setup.pcie_bytes_s)
     per_engine = STAGED_COMMANDS if setup.is_staged else LIVE_COMMANDS + setup.num_buckets
     digest_s = part / (setup.digest_threads * rates.digest)
-    # The relay computes what engines must hold meanwhile. Where the learner is on several hosts no
-    # relay has all tensors, and agents do so afterwards.
-    is_after = setup.learner_hosts > 1
-    ready_s = receive_s + expect_s if is_after else max(receive_s, expect_s)
+    # Relays compute what engines must hold meanwhile, each of what its host has.
+    ready_s = max(receive_s, expect_s)
     load_s = max(receive_s, expect_s)
     if setup.is_staged:
         load_s = version / (setup.gpus * rates.load)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -118,6 +118,7 @@ def subscriber_of(
     transport: str,
     num_ranks: int = 1,
     host: str = "",
+    device: Literal["cpu", "cuda"] = "cpu",
     **others: Any,  # noqa: ANN401 as Subscriber
 ) -> Subscriber:
     """Return the subscriber of an engine, without a deadline unless ``others`` give it one."""
@@ -130,7 +131,7 @@ def subscriber_of(
     join = Join(
         name=name,
         incarnation="a",
-        device="cpu",
+        device=device,
         torch_version=installed_libraries().torch_version,
         num_ranks=num_ranks,
         transport=transport,

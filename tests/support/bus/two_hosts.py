@@ -50,7 +50,9 @@ class TwoHosts:
         self._layout = msgspec.structs.replace(layout, buckets=tuple(buckets))
         self.num_buckets = len(self._layout.buckets)
         self.key = client_key("part-1")
-        self.parts = parts = Parts(relay=secrets.token_hex(8), timeout_s=NEVER_S)
+        self.parts = parts = Parts(
+            relay=secrets.token_hex(8), timeout_s=NEVER_S, hash_timeout_s=NEVER_S
+        )
         self.heads = Versions(folder / "head", parts=parts, digests=settings.digest_kind)
         self.others = Versions(folder / "part", digests=settings.digest_kind)
         self._memories = [self._open(self.heads, 0), self._open(self.others, 1)]

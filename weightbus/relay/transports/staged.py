@@ -10,6 +10,7 @@ from slipstream.weightbus.relay.chain import sources_behind
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import Transport, all_of, slowest
+from slipstream.weightbus.version.engine_checksums import engine_layout_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.weightbus import Admit, BulkDoor, EncodedReceive
 
@@ -45,6 +46,7 @@ class Staged(Transport):
         async def receive(member: Member) -> None:
             path = await self.path(publication, member)
             mapped = await self.mapped(publication, member)
+            engine_layout = engine_layout_of(member.join)
             sources = () if path else await self._sources(publication, member)
             outcome = await member.request(
                 lambda n: EncodedReceive(
@@ -53,7 +55,7 @@ class Staged(Transport):
                     path=path,
                     mapped=mapped,
                     may_be_read=member.on_host.num_readers > 0,
-                    is_checked=member.is_checked and not publication.is_whole,
+                    is_checked=member.is_checked and not publication.knows(engine_layout),
                     sources=sources,
                     first_part=member.first_part,
                 ),

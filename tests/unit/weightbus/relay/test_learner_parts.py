@@ -51,7 +51,7 @@ class Head:
     """A head of two parts, and what it sent to each."""
 
     def __init__(self) -> None:
-        self.parts = Parts(relay="head", timeout_s=NEVER_S)
+        self.parts = Parts(relay="head", timeout_s=NEVER_S, hash_timeout_s=NEVER_S)
         self.parts.expected = 2
         self.sent: dict[int, list[HeadCommand]] = {1: [], 2: []}
 
@@ -143,7 +143,7 @@ def test_keys_are_sent_to_a_part_that_has_others_and_to_no_part_that_has_them():
 
 def test_a_head_without_a_broker_sends_no_keys_and_confirms_none():
     sent: list[HeadCommand] = []
-    parts = Parts(relay="head", timeout_s=NEVER_S)
+    parts = Parts(relay="head", timeout_s=NEVER_S, hash_timeout_s=NEVER_S)
     parts.take(
         1, state(1, keys=KEYS), sent.append, peer=b"", generator_keys=None, heard=lambda _: None
     )

@@ -50,7 +50,7 @@ async def forget(_record: PublishRecord) -> None:
 async def test_a_version_that_a_part_did_not_keep_is_tried_again_without_another_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    parts = LosingParts(relay="head", timeout_s=NEVER_S)
+    parts = LosingParts(relay="head", timeout_s=NEVER_S, hash_timeout_s=NEVER_S)
     versions = Versions(tmp_path, parts=parts)
     memory = SharedSlots.make(LAYOUT, num_slots=3)
     versions.open(

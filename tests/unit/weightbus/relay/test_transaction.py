@@ -130,7 +130,7 @@ def test_each_engine_is_compared_with_checksums_that_the_relay_computed_once(
 
 def test_agents_compute_what_a_relay_with_a_part_of_the_tensors_cannot():
     agent = Agent(lambda command: CommandOutcome(command_id=command.command_id, digest="theirs"))
-    record = publish(agent, parts=OneOtherPart(relay="head", timeout_s=5.0))
+    record = publish(agent, parts=OneOtherPart(relay="head", timeout_s=5.0, hash_timeout_s=5.0))
     received, adopted = agent.sent(ReceiveVersion), agent.sent(Adopt)
     assert isinstance(received, ReceiveVersion)
     assert received.is_checked

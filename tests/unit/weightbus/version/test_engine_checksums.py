@@ -11,9 +11,14 @@ from slipstream.weightbus.version.engine_checksums import (
     differing,
     digest_of,
     expected_checksums,
+    hash_parts,
+    joined_checksums,
 )
 from slipstream.weightbus.version.gpu_hash import HostTiles, tile_sums
+from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.tensor_bits import bits_of
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import TensorSpec
 
 GENERATOR = torch.Generator().manual_seed(1)
 
@@ -163,3 +168,36 @@ def test_a_tied_output_layer_may_be_listed_twice_but_only_if_it_is_equal():
     assert differing(expected, expected | {"lm_head.weight": "1"}) == []
     assert differing(expected, expected | {"lm_head.weight": "2"}) == ["lm_head.weight"]
     assert differing(expected | {"lm_head.weight": "1"}, expected) == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+def test_hosts_of_the_learner_hash_what_they_have_and_join_it(ranks: int, num_hosts: int):
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (101, 6),
+        f"{layer}.self_attn.q_proj.weight": (8, 6),
+        f"{layer}.self_attn.k_proj.weight": (4, 6),
+        f"{layer}.self_attn.v_proj.weight": (4, 6),
+        f"{layer}.input_layernorm.weight": (6,),
+        **{
+            f"{layer}.mlp.experts.{expert}.{part}_proj.weight": (6, 4) if part == "down" else (4, 6)
+            for expert in range(5)
+            for part in ("gate", "up", "down")
+        },
+    }
+    tensors = {name: weights(*shape).bfloat16() for name, shape in shapes.items()}
+    manifest = plan_layout(
+        [TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()], bucket_bytes=99
+    )
+    of = EngineLayout("cuda", ranks)
+    hosts = [
+        hash_parts(dict(list(tensors.items())[host::num_hosts]), manifest, of)
+        for host in range(num_hosts)
+    ]
+    assert joined_checksums(hosts) == expected_checksums(tensors, of)
+    if num_hosts > 1:
+        with pytest.raises(PublishError, match=r"hosts of the learner do not have .* once"):
+            joined_checksums(hosts[1:])
+        with pytest.raises(PublishError, match=r"hosts of the learner do not have .* once"):
+            joined_checksums([*hosts, hosts[0]])

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
-from slipstream.weightbus.version.gpu_hash import TILE, HostTiles, Tiles, TileSums, tile_sums
+from slipstream.weightbus.version.gpu_hash import TILE, HostTiles, Tiles, joined_hash, tile_sums
 from slipstream.weightbus.version.tensor_bits import bits_of
 from slipstream.weightbus.version.triton_hash import GpuTiles, runs_on
 from tests.conftest import ROOT
@@ -149,18 +149,34 @@ def test_pieces_of_several_hosts_add_up_in_any_order():
     size = 3 * TILE_BYTES + 2
     data = some_bytes(size)
     edges = [TILE_BYTES - 1, TILE_BYTES + 1, TILE_BYTES + 2, 2 * TILE_BYTES + 5]
-    starts = [0, *edges]
+    starts, expected = [0, *edges], defined(data)
     for tiles in memories():
         pieces = [
             tile_sums([part], tiles, start)
             for start, part in zip(starts, between(data, edges), strict=True)
         ]
-        expected = defined(data)
-        for order in itertools.permutations(pieces):
-            total = TileSums(0, np.zeros((0, 2), np.uint32), {})
-            for piece in order:
-                total += piece
-            assert total.hash() == expected
+        parts = [piece.reduced(start, size) for start, piece in zip(starts, pieces, strict=True)]
+        for order in itertools.permutations(parts):
+            assert joined_hash(order) == expected
+        assert all(len(part.edges) <= 2 and len(part.cut) <= 2 for part in parts), "few numbers"
+        with pytest.raises(ValueError, match=rf"{size - 1} bytes are there, of \[{size}\]"):
+            joined_hash([part for part in parts if part.num_bytes != 1] + parts[2:2])
+        with pytest.raises(ValueError, match="bytes are there"):
+            joined_hash([*parts, parts[0]])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_any_size_join_to_the_hash_of_the_whole(seed: int):
+    chance = random.Random(seed)
+    size = chance.choice([1, 3, 9, TILE_BYTES, 3 * TILE_BYTES + chance.randrange(TILE_BYTES)])
+    edges = sorted(chance.randrange(size + 1) for _ in range(chance.randrange(4)))
+    pieces = zip([0, *edges], between(some_bytes(size), edges), strict=True)
+    parts = [
+        tile_sums([piece], HostTiles(), start).reduced(start, size)
+        for start, piece in pieces
+        if len(piece)
+    ]
+    assert joined_hash(parts) == defined(some_bytes(size))
 
 
 @pytest.mark.parametrize("tile", [2**31, 2**32 - TILE_BYTES, 2**34 - TILE_BYTES, 2**34])

@@ -74,12 +74,15 @@ def test_a_version_is_run_after_its_copy_digests_transfer_load_and_check():
         rates=rates,
     )
     cost = cost_of(setup)
-    assert (cost.stall_s, cost.digest_s, cost.receive_s, cost.expect_s) == (2.0, 5.0, 25.0, 50.0)
+    assert (cost.stall_s, cost.digest_s, cost.receive_s, cost.expect_s) == (2.0, 5.0, 25.0, 25.0)
     assert (cost.load_s, cost.check_s, cost.pause_s) == (10.0, 5.0, 15.0)
-    assert cost.arrival_s == 5.0 + 25.0 + 50.0, "agents compute what engines must hold"
-    assert cost.total_s == 2.0 + 80.0 + 15.0
+    assert cost.arrival_s == 5.0 + 25.0, "each host hashes its part meanwhile"
+    assert cost.total_s == 2.0 + 30.0 + 15.0
     of_one_host = cost_of(replace(setup, learner_hosts=1))
-    assert of_one_host.arrival_s == 10.0 + 50.0, "the relay does so meanwhile"
+    assert of_one_host.arrival_s == 10.0 + 50.0
+    shadowed = cost_of(replace(setup, has_shadow=True, rates=replace(rates, copy=50.0)))
+    assert (shadowed.pause_s, shadowed.arrival_s) == (2.0, 30.0 + 15.0)
+    assert shadowed.total_s == 2.0 + 45.0 + 2.0
     assert cost_of(replace(setup, delta_share=0.1)).receive_s == 100.0, "deltas are encoded first"
     assert (
         cost_of(replace(setup, delta_share=0.1, rates=replace(rates, encode=1e9))).receive_s == 5.0
