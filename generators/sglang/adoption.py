@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Self, TypeAlias
@@ -20,7 +19,14 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from slipstream.generators.sglang.replacing import replace
-from slipstream.generators.sglang.shadow_loads import Staged, compare, copy, stage
+from slipstream.generators.sglang.shadow_loads import (
+    Staged,
+    check,
+    checksums,
+    copy_over,
+    forget,
+    stage,
+)
 from slipstream.weightbus.version.engine_checksums import digest_of
 from slipstream.weightbus.version.mapped_file import watched
 from slipstream.wire.errors import EngineError, PublishError
@@ -130,9 +136,10 @@ class _SchedulerSteps:
                 return self._copy(manager, request, order)
             case "end":
                 return manager.end_weight_update(messages.EndWeightUpdateReqInput())
-            case "check" | "compare" if order.digest:
-                check = manager.check_weights if step == "check" else partial(compare, manager)
-                return check(messages.CheckWeightsReqInput(action="checksum"))
+            case "compare":
+                return self._compare(manager, order)
+            case "check" if order.digest:
+                return manager.check_weights(messages.CheckWeightsReqInput(action="checksum"))
             case "label":
                 manager.scheduler.record_weight_version_change(new_version=order.version)
             case "resume":
@@ -142,9 +149,18 @@ class _SchedulerSteps:
                 pass
         return None
 
+    def _compare(self, manager: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
+        try:
+            check(manager, order.version)
+        except PublishError as error:
+            return self.answer(str(error), success=False)
+        if not order.digest:
+            return None
+        return checksums(manager, self._messages.CheckWeightsReqInput(action="checksum"))
+
     def _copy(self, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
         try:
-            copy(manager, order.version)
+            copy_over(manager, order.version)
         except PublishError as error:
             return self.answer(str(error), success=False)
         success, message = manager.flush_cache_after_weight_update(request, True, "")
@@ -189,6 +205,8 @@ def adopt_in_scheduler(module: ModuleType) -> None:
                 found = checksums_of(output.payload or [])
                 if digest_of(found) != order.digest:
                     differing = found
+                    if step == "compare":
+                        forget(self)
                     break
         answer = AdoptionAnswer(
             steps=order.steps, version=order.version, phase_seconds=seconds, differing=differing

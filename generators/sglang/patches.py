@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from slipstream.generators.sglang import adoption, cpu_models, log_noise, shadow_loads
 from slipstream.generators.sglang.mixed_batches import MixedBatches
-from slipstream.generators.sglang.ranks import failed_rank, of_all_ranks
+from slipstream.generators.sglang.ranks import failure_of, of_all_ranks
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
 from slipstream.generators.sglang.tool_calls import SEPARATORS, Marks, ReadCall, read_reply
 from slipstream.weightbus.version.engine_checksums import host_checksum
@@ -376,7 +376,7 @@ def answer_for_all_ranks(module: ModuleType) -> None:
                 output.success, output.message = False, f"the ranks of an engine are apart: {error}"
                 return output
             if output.success and not all(succeeded):
-                output.success, output.message = False, failed_rank(succeeded.index(0))
+                output.success, output.message = False, failure_of(succeeded.index(0))
             return output
 
         return update_on_all_ranks

@@ -19,6 +19,6 @@ def of_all_ranks(value: int, group: Any) -> list[int]:  # noqa: ANN401 torch's
     return [int(rank.item()) for rank in ranks]
 
 
-def failed_rank(rank: int) -> str:
+def failure_of(rank: int) -> str:
     """Return why an engine failed, where a rank did."""
     return f"rank {rank} of this engine failed: its log has the reason"

@@ -1,18 +1,21 @@
 """SGLang 0.5.23 with a shadow of its weights (``weight_shadow``): where it is made and used."""
 
+import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
-from slipstream.generators.sglang.ranks import failed_rank, of_all_ranks
+from slipstream.generators.sglang.ranks import failure_of, of_all_ranks
 from slipstream.generators.sglang.replacing import replace
 from slipstream.generators.versions.shadow_state import Readiness, has_room
 from slipstream.wire.errors import PublishError
 
-SHADOW_VARIABLE = "SLIPSTREAM_SHADOW"  # 1: keep one where memory has room
+SHADOW_VARIABLE = "SLIPSTREAM_SHADOW"
+"""Engines that share the memory of a device, each with a shadow if there is room; 0: none has."""
 Staged = Literal["no shadow", "loading", "ready"]
 _log = logging.getLogger(__name__)
 _GIB = 2**30
@@ -30,13 +33,14 @@ def keep_shadow(module: ModuleType) -> None:
     def load_model(self: Any) -> None:  # noqa: ANN401
         load(self)
         self.weight_shadow = None
-        if not self.is_draft_worker and os.environ.get(SHADOW_VARIABLE) == "1":  # noqa: TID251
-            self.weight_shadow = _shadow_of(self, module)
+        share = int(os.environ.get(SHADOW_VARIABLE, "0"))  # noqa: TID251 reaches spawned processes
+        if share and not self.is_draft_worker and self.startup_weight_load is None:
+            self.weight_shadow = _shadow_of(self, module, share)
 
     replace(runner, "load_model", load_model)
 
 
-def _shadow_of(runner: Any, module: ModuleType) -> object | None:  # noqa: ANN401
+def _shadow_of(runner: Any, module: ModuleType, share: int) -> object | None:  # noqa: ANN401
     import torch  # in the process of the weights, not in the agent's
 
     from slipstream.generators.sglang.weight_shadow import WeightShadow
@@ -47,6 +51,7 @@ def _shadow_of(runner: Any, module: ModuleType) -> object | None:  # noqa: ANN40
         return None
     if device.type == "cuda":
         device = torch.device("cuda", runner.gpu_id)
+    gc.collect()  # SGLang does so before it sizes its cache
     parallel = module.get_parallel()
     free_gib = module.get_available_gpu_memory(
         runner.device,
@@ -55,6 +60,7 @@ def _shadow_of(runner: Any, module: ModuleType) -> object | None:  # noqa: ANN40
         cpu_group=parallel.world_group.cpu_group,
     )
     free_gib -= runner.pre_model_load_memory * (1 - runner.mem_fraction_static)
+    free_gib /= share
     num_bytes = sum(weight.numel() * weight.element_size() for weight in live.parameters())
     fits = has_room(num_bytes, free=free_gib * _GIB)
     if not all(of_all_ranks(fits, parallel.world_group.cpu_group)):
@@ -65,17 +71,20 @@ def _shadow_of(runner: Any, module: ModuleType) -> object | None:  # noqa: ANN40
             free_gib * _GIB / 1e9,
         )
         return None
-    loader, checker = updater.DefaultModelLoader, module.WeightChecker(get_model=lambda: live)
+    loader = updater.DefaultModelLoader
 
     def load(model: torch.nn.Module, weights: Any) -> None:  # noqa: ANN401
         loader.restore_weights_before_loading(model, device)
         loader.load_weights_and_postprocess(model, weights, device)
 
     def checksums(model: torch.nn.Module) -> Any:  # noqa: ANN401
-        checker._get_model = lambda: model
-        return checker.handle("checksum", role="target")
+        return module.WeightChecker(get_model=lambda: model).handle("checksum", role="target")
 
-    return WeightShadow(live, load, checksums, device=device)
+    try:
+        return WeightShadow(live, load, checksums, device=device)
+    except PublishError as error:
+        _log.warning("no shadow: %s", error)
+        return None
 
 
 def stage(manager: Any, folder: str, version: str) -> tuple[Staged, dict[str, float]]:  # noqa: ANN401
@@ -96,7 +105,7 @@ def stage(manager: Any, folder: str, version: str) -> tuple[Staged, dict[str, fl
     ranks = of_all_ranks(step.readiness, manager.tp_cpu_group)
     match Readiness(min(ranks)):
         case Readiness.FAILED:
-            raise PublishError(step.why or failed_rank(ranks.index(Readiness.FAILED)))
+            raise PublishError(step.why or failure_of(ranks.index(Readiness.FAILED)))
         case Readiness.LOADING:
             return "loading", {}
         case Readiness.READY:
@@ -104,7 +113,22 @@ def stage(manager: Any, folder: str, version: str) -> tuple[Staged, dict[str, fl
             return "ready", seconds
 
 
-def compare(manager: Any, request: Any) -> Any:  # noqa: ANN401
+def check(manager: Any, version: str) -> None:  # noqa: ANN401
+    """Check that the shadows of all ranks hold a version.
+
+    Raises:
+        PublishError: one does not.
+    """
+    shadow = getattr(manager.tp_worker.model_runner, "weight_shadow", None)
+    _on_all_ranks(manager, lambda: shadow.check(version) if shadow else _without())
+
+
+def forget(manager: Any) -> None:  # noqa: ANN401
+    """Have the shadow of this rank hold nothing."""
+    manager.tp_worker.model_runner.weight_shadow.forget()
+
+
+def checksums(manager: Any, request: Any) -> Any:  # noqa: ANN401
     """Return SGLang's answer to a request for checksums, of what all ranks have in their shadow."""
     runner = manager.tp_worker.model_runner
     of_live, of_shadow = runner._weight_checker, runner.weight_shadow.loaded.checksums
@@ -115,18 +139,28 @@ def compare(manager: Any, request: Any) -> Any:  # noqa: ANN401
         runner._weight_checker = of_live
 
 
-def copy(manager: Any, version: str) -> None:  # noqa: ANN401
+def copy_over(manager: Any, version: str) -> None:  # noqa: ANN401
     """Copy a version from the shadow of each rank over its live weights.
 
     Raises:
-        PublishError: a rank's shadow does not hold it.
+        PublishError: a rank's shadow does not hold it, or its device fails.
     """
+    shadow = manager.tp_worker.model_runner.weight_shadow
+    _on_all_ranks(manager, lambda: shadow.adopt(version))
+
+
+def _on_all_ranks(manager: Any, work: Callable[[], None]) -> None:  # noqa: ANN401
+    """Do something on every rank; raise PublishError on each if one failed."""
     why = ""
     try:
-        manager.tp_worker.model_runner.weight_shadow.adopt(version)
-    except PublishError as error:
-        why = str(error)
-        _log.error("%s was not adopted: %s", version, why)
+        work()
+    except (PublishError, RuntimeError) as error:  # a device fails
+        why = str(error) or repr(error)
+        _log.error("%s", why)
     succeeded = of_all_ranks(not why, manager.tp_cpu_group)
     if not all(succeeded):
-        raise PublishError(why or failed_rank(succeeded.index(0)))
+        raise PublishError(why or failure_of(succeeded.index(0)))
+
+
+def _without() -> None:
+    raise PublishError("this engine has no shadow")

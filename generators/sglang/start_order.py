@@ -206,7 +206,7 @@ def environment_of(
     # Longer than a client may stand still between taking a connection and asking; SGLang has 5 s.
     environment[_KEEP_ALIVE] = str(SERVER_KEEPS_S)
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
-    environment[SHADOW_VARIABLE] = str(int(settings.keeps_shadow))
+    environment[SHADOW_VARIABLE] = str(_shadows(settings))
     # Its ranks find each other through a file in the private folder. By itself SGLang opens a store
     # of torch, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
@@ -225,6 +225,13 @@ def environment_of(
         return environment | interface_variables(settings.weightbus.host, environment)
     environment |= _between_hosts(node)
     return environment | interface_variables(node.store.host, environment)
+
+
+def _shadows(settings: GeneratorSettings) -> int:
+    """Return the number of engines that share the memory for second copies; 0 if none is kept."""
+    if not settings.keeps_shadow:
+        return 0
+    return max(1, settings.generators.count) if settings.device == "cpu" else 1
 
 
 def _between_hosts(node: EngineNode) -> dict[str, str]:

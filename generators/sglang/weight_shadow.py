@@ -7,10 +7,12 @@ scheduler's process.
 """
 
 import contextvars
+import fcntl
 import functools
 import json
 import logging
 import mmap
+import os
 import threading
 import time
 import types
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from slipstream.generators.versions import shadow_state
 from slipstream.generators.versions.shadow_state import ShadowReply, ShadowState
 from slipstream.weightbus.agent.weight_files import tensor_shapes
-from slipstream.weightbus.version.mapped_file import watched
+from slipstream.weightbus.version.mapped_file import SEALS, watched
 from slipstream.weightbus.version.shared_memory import register, unregister
 from slipstream.wire.errors import PublishError
 
@@ -85,16 +87,20 @@ class MappedFiles:
             yield name, found
 
     def _mapped(self, path: Path) -> mmap.mmap:
-        with path.open("rb") as file:
-            status = path.stat()
+        # Memory can be pinned if it can be written. Only that is kept: a disk may give the number
+        # of a file that is gone to the next one.
+        is_kept = self._pins and _is_memory(path)
+        with path.open("r+b" if is_kept else "rb") as file:
+            status = os.fstat(file.fileno())
             key = status.st_dev, status.st_ino
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        if self._pins:
-            self._kept[key] = mapped
+            access = mmap.ACCESS_WRITE if is_kept else mmap.ACCESS_READ
+            mapped = mmap.mmap(file.fileno(), 0, access=access)
+        if is_kept:
             self._pin(mapped)
+            self._kept[key] = mapped
             while len(self._kept) > _KEPT_FILES:
                 self._kept.popitem(last=False)
         return mapped
@@ -109,6 +115,19 @@ class MappedFiles:
         weakref.finalize(mapped, self._unregister, address).atexit = False
 
 
+def _is_memory(path: Path) -> bool:
+    """Return whether a file is a learner's or an agent's memory, whose size is sealed."""
+    with path.open("rb") as file:
+        try:
+            return fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+        except OSError:
+            return False
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, PublishError) else f"{type(error).__name__}: {error}"
+
+
 class Twins:
     """A model and its twin: the same modules, with weights of their own."""
 
@@ -119,8 +138,10 @@ class Twins:
 
     def _make(self, live: nn.Module) -> None:
         twins: dict[int, Any] = {}  # modules and tensors by the id of the live one
+        storages: dict[int, torch.UntypedStorage] = {}  # copies by the address of the live one
         modules = list(live.modules())
         for module in modules:
+            _refuse_hidden_weights(module)
             twin = twins[id(module)] = object.__new__(type(module))
             twin.__dict__ = dict(vars(module))
 
@@ -129,7 +150,7 @@ class Twins:
             if id(value) in twins:
                 return twins[id(value)]
             if isinstance(value, Tensor):
-                copied = torch.Tensor._make_subclass(type(value), value.detach().clone())
+                copied = torch.Tensor._make_subclass(type(value), _twin_of(value, storages))
                 twins[id(value)] = copied
                 vars(copied).update({name: of(inner) for name, inner in vars(value).items()})
                 return copied
@@ -177,6 +198,30 @@ class Twins:
             )
 
 
+def _twin_of(live: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Return a copy of a tensor; what shares memory with it shares that of the copy, too."""
+    storage = live.untyped_storage()
+    if not (address := storage.data_ptr()):
+        return live.detach().clone()
+    if address not in storages:
+        storages[address] = storage.clone()  # type: ignore[no-untyped-call]
+    place = live.storage_offset(), live.size(), live.stride()
+    return torch.empty(0, dtype=live.dtype, device=live.device).set_(storages[address], *place)
+
+
+def _refuse_hidden_weights(module: nn.Module) -> None:
+    """Refuse a module that keeps weights where a twin would share them.
+
+    Raises:
+        PublishError: a list or dictionary of it has a parameter.
+    """
+    for name, value in vars(module).items():
+        inner = value.values() if isinstance(value, dict) else value
+        is_hidden = isinstance(value, dict | list | tuple) and name != "_parameters"
+        if is_hidden and any(isinstance(item, nn.Parameter) for item in inner):
+            raise PublishError(f"{type(module).__name__}.{name} has weights")
+
+
 def _marks_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return what changes with any write to a tensor that is no parameter or buffer."""
     own = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
@@ -215,7 +260,9 @@ class WeightShadow:
         """
         self._twins = Twins(live)
         self._load, self._checksums, self._device = load, checksums, device
-        self._files = MappedFiles(pins=device.type == "cuda")
+        is_gpu = device.type == "cuda"
+        self._files = MappedFiles(pins=is_gpu)
+        self._stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
         self._state = ShadowState()
         self._loading: Future[ShadowLoad] | None = None
         self.loaded: ShadowLoad | None = None
@@ -225,7 +272,7 @@ class WeightShadow:
         if self._loading is not None and self._loading.done():
             error = self._loading.exception()
             self.loaded = None if error else self._loading.result()
-            self._state = shadow_state.ended(self._state, str(error) if error else "")
+            self._state = shadow_state.ended(self._state, _text_of(error) if error else None)
             self._loading = None
         step = shadow_state.ask(self._state, version)
         self._state = step.state
@@ -237,15 +284,27 @@ class WeightShadow:
             ).start()
         return step
 
+    def check(self, version: str) -> None:
+        """Check that a version may be copied.
+
+        Raises:
+            PublishError: the shadow does not hold all of it.
+        """
+        shadow_state.check_adoptable(self._state, version)
+
+    def forget(self) -> None:
+        """Hold nothing: what was loaded is not what it should be."""
+        self._state = ShadowState()
+
     def adopt(self, version: str) -> None:
         """Copy a version over the live weights; returns when it is done.
 
         Raises:
             PublishError: the shadow does not hold all of it.
         """
-        shadow_state.check_adoptable(self._state, version)
+        self.check(version)
         self._twins.copy()
-        if self._device.type == "cuda":
+        if self._stream:
             torch.cuda.synchronize(self._device)
 
     def _run(self, loading: "Future[ShadowLoad]", folder: Path, version: str) -> None:
@@ -255,19 +314,17 @@ class WeightShadow:
             loading.set_exception(error)
 
     def _loaded(self, folder: Path, version: str) -> ShadowLoad:
-        is_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
         with (
             torch.no_grad(),
-            torch.cuda.stream(stream) if stream else nullcontext(),
+            torch.cuda.stream(self._stream) if self._stream else nullcontext(),
             watched(folder, version) as difference,
         ):
             if why := difference():
                 raise PublishError(why)
             began_s = time.monotonic()
             self._load(self._twins.twin, self._tensors(folder))
-            if stream:
-                stream.synchronize()
+            if self._stream:  # a family may load in threads of its own, on other streams
+                torch.cuda.synchronize(self._device)
             if why := difference():
                 raise PublishError(why)
             loaded_s = time.monotonic()

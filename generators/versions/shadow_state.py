@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from slipstream.wire.errors import PublishError
 
-_PART_OF_CACHE = 4
+_ROOM = 4  # weights that must fit into what the cache would get
 Holding = Literal["nothing", "a part", "all", "a failure"]
 
 
@@ -28,7 +28,7 @@ class ShadowState(NamedTuple):
     holding: Holding = "nothing"
     version: str = ""
     why: str = ""  # reason of a failure
-    is_unwanted: bool = False  # another version was asked for amid the load
+    is_unwanted: bool = False  # another version was asked for, by another agent
 
 
 class ShadowReply(NamedTuple):
@@ -59,11 +59,13 @@ def ask(state: ShadowState, version: str) -> ShadowReply:
             return ShadowReply(ShadowState("a part", version), Readiness.LOADING, begins=True)
 
 
-def ended(state: ShadowState, why: str = "") -> ShadowState:
-    """Return the state after a load; ``why`` is the reason if it failed."""
+def ended(state: ShadowState, why: str | None) -> ShadowState:
+    """Return the state after a load; ``why`` is the reason if it failed, else None."""
     if state.is_unwanted:
         return ShadowState()
-    return ShadowState("a failure" if why else "all", state.version, why)
+    if why is not None:
+        return ShadowState("a failure", state.version, why)
+    return ShadowState("all", state.version)
 
 
 def check_adoptable(state: ShadowState, version: str) -> None:
@@ -84,4 +86,4 @@ def has_room(num_bytes: float, *, free: float) -> bool:
         num_bytes: Bytes of a rank's weights.
         free: Bytes that the cache of keys and values would get without a shadow.
     """
-    return 0 < _PART_OF_CACHE * num_bytes <= free
+    return 0 < _ROOM * num_bytes <= free

@@ -24,7 +24,7 @@ GIVEN_UP_S = 3.0  # a command or a load that lasts longer
 STOPPED_S = 1.5 * GIVEN_UP_S  # an engine that continues after it was given up
 EVERY = 5  # publishes between two disturbances
 PACE = ("--token-s", "0.02")
-SHADOWED = "2"  # engines of this number load beside their live weights
+SHADOWED = "2"  # engines of this number load next to their live weights
 
 
 class Disturbance:

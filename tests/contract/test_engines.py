@@ -280,7 +280,7 @@ async def test_a_version_is_staged_while_answers_are_made_and_then_copied(
             await engine.stage_folder(tmp_path / "policy", NEW)
             adopted = await engine.adopt_folder(tmp_path / "policy", NEW, digest=held)
             assert adopted.phase_seconds.keys() == {"verify", "pause", "load", "commit"}
-            versions = {tuple(v for _, v in one.version_starts) for one in await asked}
+            versions = {tuple(v for _, v in answer.version_starts) for answer in await asked}
             if versions == {(OLD, NEW)}:
                 return
             await engine.label(OLD)

@@ -221,7 +221,7 @@ async def test_both_hosts_load_every_version_and_a_follower_that_dies_in_one_end
             await adopts(subscriber, 3)  # repaired, from other memory on both hosts
             await holds(engine, hosts, 3)
             assert any("rank 1 of this engine failed" in why for why in failures(relay))
-            assert not any("pause" in one.phase_seconds for one in relay.records if one.failed)
+            assert not any("pause" in got.phase_seconds for got in relay.records if got.failed)
 
             beyond = [one for one in listeners_of(tree_of(follower.pid)) if not one.on_loopback]
             assert not beyond

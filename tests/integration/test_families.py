@@ -59,7 +59,7 @@ async def checksums_of(server: SglangProcess) -> dict[str, str]:
 
 
 async def loads_alike(server: SglangProcess, first: Path, second: Path) -> None:
-    """An engine computes the same with a version that was loaded beside its weights, or into them.
+    """An engine computes the same with a version that was loaded next to its weights, or into them.
 
     It has experts and latent attention, for which SGLang derives tensors of the weights.
     """

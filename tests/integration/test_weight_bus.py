@@ -155,7 +155,7 @@ def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again
     bus.check_tokens()
 
 
-def test_a_version_that_fails_beside_the_live_weights_stops_no_token(bus: WeightBus):
+def test_a_version_that_fails_next_to_the_live_weights_stops_no_token(bus: WeightBus):
     """What is torn is the shadow; only a copy that fails midway leaves an engine paused."""
     faults = {"stage": ("in_stage", [2, 1]), "copy": ("in_copy", [2, 1])}
     for (name, (step, counts)), transport in zip(faults.items(), ("mapped", "tcp"), strict=True):

@@ -235,7 +235,12 @@ class EngineUpdates:
         )
 
     async def _stage(self, received: Path) -> Mapping[str, float]:
-        """Have the engine load a version next to the one that it generates with, if it has room."""
+        """Have the engine load a version next to the one that it generates with, if it has room.
+
+        After a failed publish it does not: the version is loaded into the live weights.
+        """
+        if self.failures:
+            return {}
         self._staging.may_be_read = True  # stays set if no answer comes
         seconds = await self._engine.stage_folder(received, self._offered.version)
         self._staging.may_be_read = False
@@ -304,6 +309,7 @@ class EngineUpdates:
         digest = command.digest or (digest_of(expected) if expected is not None else "")
         adoption = await self._swap(received, version, digest)
         if adoption.differing:
+            self._has_failed = True
             if expected is not None:
                 refuse(expected, adoption.differing)
             return CommandOutcome(command_id=command.command_id, checksums=dict(adoption.differing))
@@ -318,13 +324,14 @@ class EngineUpdates:
 
     async def _swap(self, received: Path, version: PolicyVersion, digest: str) -> Adoption:
         await self._leave_group()  # an update that it left open would interfere with the load
+        ran = None if self.is_paused else self.adopted
         self._pausing()
         self._is_torn = True  # until the engine has answered
         self._staging.may_be_read = True  # stays set if no answer comes
         adoption = await self._engine.adopt_folder(received, version, digest=digest)
         self._staging.may_be_read = False
-        if adoption.differing and not adoption.is_paused and self._before is not None:
-            self._generates_still(self._before)
+        if adoption.differing and not adoption.is_paused and ran is not None:
+            self._generates_still(ran)
         return adoption
 
     def _generates(

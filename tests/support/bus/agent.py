@@ -109,7 +109,7 @@ def main() -> None:
     start_logging("agent")
     parser.add_argument("--manners", default="gloo")
     parser.add_argument("--key-file", type=Path, help="proved where a part is fetched")
-    parser.add_argument("--shadow", action="store_true", help="load beside the live weights")
+    parser.add_argument("--shadow", action="store_true", help="load next to the live weights")
     parser.add_argument("--out-of-sight", action="store_true", help="of the learner's memory")
     arguments = parser.parse_args()
     if arguments.out_of_sight:

@@ -51,7 +51,7 @@ class BusEngine(EngineInSteps):
             group_timeout_s: of collectives.
             fault: is called with the name of every step, and may raise, hang or end the process.
             token_s: seconds per token.
-            has_shadow: True loads versions beside the live weights.
+            has_shadow: True loads versions next to the live weights.
         """
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.num_paused = 0
@@ -192,7 +192,7 @@ class BusEngine(EngineInSteps):
         ).readiness is Readiness.LOADING:
             await asyncio.sleep(0.002)
         if step.readiness is Readiness.FAILED:
-            raise EngineError(step.why)
+            raise EngineError(step.why.removeprefix("EngineError: "))
         self._staged = version
         return {"stage": 0.0}
 
@@ -202,6 +202,7 @@ class BusEngine(EngineInSteps):
             return await super().adopt_folder(folder, version, digest=digest)
         checksums = self._shadow.loaded.checksums
         if digest and engine_checksums.digest_of(checksums) != digest:
+            self._shadow.forget()
             return Adoption(1, {}, checksums)
         num_in_flight = await self.pause()
         for name in list(self.tensors)[:1]:  # a copy that fails midway

@@ -178,7 +178,9 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
 @pytest.mark.parametrize(
     ("sections", "keeps"),
     [
-        ({}, "1"),
+        ({}, "2"),
+        ({"generators": {"count": 0}}, "1"),
+        ({"generators": {"device": "cuda"}}, "1"),
         ({"generators": {"shadow": False}}, "0"),
         ({"weightbus": {"transport": "collective"}}, "0"),
         ({"lora": {"rank": 8, "targets": ["o_proj"]}}, "0"),

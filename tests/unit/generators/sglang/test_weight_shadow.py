@@ -1,6 +1,5 @@
 """A second copy of a model's weights, on a CPU as the device."""
 
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -145,6 +144,24 @@ def test_a_load_that_fails_leaves_the_live_weights_and_cannot_be_adopted(
     assert answered(shadow, version_in(tmp_path, 8.0), "v1.1") == (Readiness.READY, "")
 
 
+def test_a_load_that_fails_without_a_word_has_failed(model: Model, tmp_path: Path):
+    def load(_twin: nn.Module, _weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError
+
+    shadow = WeightShadow(model, load, lambda _: None, device=CPU)
+    assert answered(shadow, version_in(tmp_path, 7.0), "v1.1")[0] is Readiness.FAILED
+    with pytest.raises(PublishError):
+        shadow.check("v1.1")
+
+
+def test_what_is_forgotten_is_loaded_again(shadow: WeightShadow, tmp_path: Path):
+    assert answered(shadow, version_in(tmp_path, 7.0), "v1.1")[0] is Readiness.READY
+    shadow.forget()
+    with pytest.raises(PublishError, match=r"holds nothing, not v1\.1"):
+        shadow.check("v1.1")
+    assert shadow.ask(tmp_path, "v1.1").begins
+
+
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_memory_that_the_learner_overwrites_is_no_version(model: Model, tmp_path: Path, when: str):
     specs = [TensorSpec(name, "float32", (3, 4)) for name in ("first.weight", "other.weight")]
@@ -216,13 +233,18 @@ def test_memory_of_a_slot_is_pinned_once_and_unpinned_when_others_have_replaced_
         del pinned[address]
 
     files = MappedFiles(pins=True, register=register, unregister=unregister)
-    slots = [version_in(tmp_path / str(number), float(number)) / WEIGHTS for number in range(4)]
-    for slot in (*slots[:3], *slots[:3]):
-        dict(files.tensors(slot))
+    layout = plan_layout([TensorSpec("w", "float32", (3, 4))], bucket_bytes=100)
+    memory, another = (SharedSlots.make(layout, num_slots=3) for _ in range(2))
+    for slot in (*memory.paths, *memory.paths):
+        dict(files.tensors(Path(slot)))
     assert log == ["pinned"] * 3
-    assert sorted(pinned.values()) == [os.path.getsize(slot) for slot in slots[:3]]  # noqa: PTH202
-    dict(files.tensors(slots[3]))  # of a learner that was started again
+    assert set(pinned.values()) == {Path(memory.paths[0]).stat().st_size}
+    dict(files.tensors(Path(another.paths[0])))  # of a learner that was started again
     assert log == [*["pinned"] * 4, "unpinned"]
+    dict(files.tensors(version_in(tmp_path, 1.0) / WEIGHTS))
+    assert log == [*["pinned"] * 4, "unpinned"], "a file on a disk stays on it when it is deleted"
+    memory.close()
+    another.close()
 
 
 def test_mapped_tensors_are_those_of_the_file(tmp_path: Path):

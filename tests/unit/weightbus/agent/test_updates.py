@@ -141,7 +141,7 @@ def test_the_engine_is_compared_with_the_digest_of_the_relay_or_of_what_was_rece
     assert agent.probes == [None]
 
 
-def test_a_version_is_received_beside_the_live_weights_and_the_pause_is_a_copy(shadowed: Agent):
+def test_a_version_is_received_next_to_the_live_weights_and_the_pause_is_a_copy(shadowed: Agent):
     shadowed.adopted(0, version(0))
     received = shadowed.receive(1, version(1))
     assert received.phase_seconds.keys() == {"expect", "stage"}
@@ -161,15 +161,36 @@ def test_a_shadow_with_other_bytes_than_expected_never_becomes_live(shadowed: Ag
     shadowed.do(Abandon(command_id=4, reason="it differs"))
     assert shadowed.engine.runs
     assert digest(shadowed.engine.tensors) == digest(version(0))
+    assert shadowed.updates.failures == ["it differs"]
+    repaired = shadowed.receive(1, version(1))
+    assert "stage" not in repaired.phase_seconds, "it goes into the live weights"
+    assert not shadowed.adopt(1, expected=digest(version(1))).error
     shadowed.adopted(2, version(2))
+    assert "stage" in shadowed.receive(3, version(3)).phase_seconds
 
 
-def test_a_load_that_fails_beside_the_live_weights_pauses_nothing(shadowed: Agent):
+def test_a_shadow_that_differs_makes_no_torn_engine_whole(shadowed: Agent):
+    shadowed.adopted(0, version(0))
+    shadowed.receive(1, version(1))
+    shadowed.failing = "in_copy"
+    assert shadowed.adopt(1, expected=digest(version(1))).error
+    shadowed.failing = ""
+    shadowed.receive(2, version(2))  # no failure is known yet
+    outcome = shadowed.adopt(2, expected=digest(version(3)))
+    assert outcome.checksums
+    assert (shadowed.updates.adopted, shadowed.updates.is_paused) == (None, True)
+    assert not shadowed.engine.runs
+    shadowed.do(Abandon(command_id=4, reason="it differs"))
+    assert not shadowed.engine.runs, "it is a mixture"
+
+
+def test_a_load_that_fails_next_to_the_live_weights_pauses_nothing(shadowed: Agent):
     shadowed.adopted(0, version(0))
     shadowed.told.clear()
     shadowed.failing = "in_stage"
     assert shadowed.receive(1, version(1)).error == "injected at in_stage"
     assert shadowed.adopt(1).error
+    shadowed.do(Abandon(command_id=4, reason="it failed"))
     assert (shadowed.updates.adopted, shadowed.told) == (PolicyVersion(1, 0), [])
     assert shadowed.staging.may_be_read, "another rank may still read it"
     shadowed.failing = ""
