@@ -186,13 +186,13 @@ def test_a_host_finds_neighboring_free_ports_and_says_what_it_sees(host: RoleHos
 
 CAP_SYS_NICE = 23
 TAKES_NICENESS = """
-import os, threading
+import os, sys, threading
 from slipstream.deploy.launch.cluster.role_host import take_niceness
 os.nice(3)
 has_taken = threading.Event()
 def show():
     has_taken.wait()
-    print(os.getpriority(os.PRIO_PROCESS, 0))
+    sys.stdout.write(f"{os.getpriority(os.PRIO_PROCESS, 0)}\n")  # in one piece
 before = threading.Thread(target=show)
 before.start()
 take_niceness(os.getppid())
