@@ -26,6 +26,7 @@ RETRY_S = 1.0
 PATIENCE_S = SILENCE_S + RETRY_S
 NAMES = ("a", "b", "c", "d")
 HOST_PATIENCE_S = 5.0
+SHADOWED = ("c", "d")
 MIXTURE = PolicyVersion(0, 999)
 
 
@@ -52,6 +53,11 @@ class Engine:
     is_alive: bool = True
     hears: bool = True  # its agent; else it answers nothing and sends nothing
     reads: "LateRead | None" = None  # a load that nobody waits for any more
+    shadow: PolicyVersion | None = None  # contents of the copy next to its weights, if it has one
+
+    @property
+    def has_shadow(self) -> bool:
+        return self.name in SHADOWED
 
     @property
     def is_whole(self) -> bool:
@@ -100,7 +106,15 @@ class Bus(RuleBasedStateMachine):
     """A relay with up to four engines and the learner's three slots."""
 
     begun: ClassVar[dict[str, int]] = {"schedules": 0, "publishes": 0, "faults": 0, "given up": 0}
-    begun |= {"late": 0, "late and whole": 0, "fetched": 0, "mapped": 0, "left": 0, "unseen": 0}
+    begun |= {
+        "late": 0,
+        "late and whole": 0,
+        "fetched": 0,
+        "mapped": 0,
+        "left": 0,
+        "unseen": 0,
+        "copied": 0,
+    }
 
     @initialize(
         engines_per_group=st.sampled_from([3, 2, 1]),
@@ -378,6 +392,10 @@ class Bus(RuleBasedStateMachine):
     def _does(self, engine: Engine, phase: Phase, publish: Publish, *, is_torn: bool) -> None:
         version = publish.serving.version
         match phase:
+            case Phase.PREPARE if publish.serving.group is None and engine.has_shadow:
+                own = engine.received if engine.on_host.host else self.memory[publish.slot]
+                is_there = own is not None and own.label == version and not is_torn
+                engine.shadow = own.data if own is not None and is_there else MIXTURE
             case Phase.PAUSE:
                 engine.is_paused = True
             case Phase.LOAD:
@@ -385,10 +403,14 @@ class Bus(RuleBasedStateMachine):
                 engine.data = MIXTURE if is_torn else self.memory[publish.slot].data
             case Phase.ADOPT:  # pause to resume, by its agent: it fails anywhere in between
                 engine.is_paused = True
-                memory = self._loaded_by(engine, publish)
-                engine.data = MIXTURE if is_torn else memory.data
+                if engine.shadow == version:
+                    self.begun["copied"] += 1
+                    engine.data = MIXTURE if is_torn else engine.shadow
+                else:
+                    memory = self._loaded_by(engine, publish)
+                    engine.data = MIXTURE if is_torn else memory.data
+                    assert is_torn or memory.label == version, "it is overwritten while it is read"
                 if not is_torn:
-                    assert memory.label == version, "it is overwritten while it is read"
                     assert engine.label is None or engine.label <= version, "a label goes back"
                     engine.label, engine.is_paused = version, False
             case Phase.COMMIT:
@@ -606,9 +628,10 @@ class Bus(RuleBasedStateMachine):
         for engine in self.engines.values():
             assert newest is None or engine.label == engine.data == newest
             assert newest is None or not engine.is_paused
-        before = self.begun["fetched"]
-        self.learner_publishes(new_epoch=False)
-        self._turn_to_the_end()
         there = [engine for engine in self.engines.values() if engine.on_host.host]
+        for _ in range(2):  # one that failed fetches the first by itself
+            before = self.begun["fetched"]
+            self.learner_publishes(new_epoch=False)
+            self._turn_to_the_end()
         assert self.begun["fetched"] - before == bool(there), "a version comes to a host once"
         assert all(engine.label == self.newest for engine in there)

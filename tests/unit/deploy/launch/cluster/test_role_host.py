@@ -192,7 +192,7 @@ os.nice(3)
 has_taken = threading.Event()
 def show():
     has_taken.wait()
-    sys.stdout.write(f"{os.getpriority(os.PRIO_PROCESS, 0)}\n")  # in one piece
+    sys.stdout.write(f"{os.getpriority(os.PRIO_PROCESS, 0)} ")  # in one piece
 before = threading.Thread(target=show)
 before.start()
 take_niceness(os.getppid())
