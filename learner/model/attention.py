@@ -131,11 +131,12 @@ class VarlenCoreAttention(torch.nn.Module):
         layout, split = packed_seq_params, packed_seq_params.split
         if self._turns:
             query, key = layout.rotation.turned(query), layout.rotation.turned(key)
-        query, key, value = split.queries(query), split.keys(key), split.keys(value)
+        query, key, value = split.exchanged(query, key, value)
         if layout.shared is not None:
             return shared_attention(query, key, value, layout, layout.shared, self.scale)
         if split.shares.rings > 1:
-            asked = zip(query.chunk(len(layout.pieces)), layout.pieces, strict=True)
+            runs = [end - first for first, end in split.pieces()]
+            asked = zip(torch.split(query, runs), layout.pieces, strict=True)
             attend = cuda_attention if has_kernel(query) else bounded_attention
             output = torch.cat(
                 [attend(mine, key, value, bounds, self.scale) for mine, bounds in asked]

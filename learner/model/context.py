@@ -8,14 +8,18 @@ of all tokens are sent to each group, as in training Llama 3 (arXiv:2407.21783, 
 tokens are then two pieces, one from the front and one from the back, so that all groups attend to
 about as many keys.
 
-A token's share depends only on its number in the microbatch: no sequence needs padding, only the
-microbatch does.
+Shares differ by a unit at most, which is a token, or one for each rank of sequence parallelism: no
+sequence is padded, and a microbatch only to whole units, one for each rank.
 
-Shapes: T tokens of B sequences, T' with padding, c ranks: u have different heads and r = c / u
-share them; h query heads, g key and value heads, d channels per head.
+Shapes: T tokens of B sequences, T' with padding, T'/c or a unit more of a rank; c ranks: u have
+different heads and r = c / u share them; h query heads, g key and value heads, d channels of a
+query and a key, v of a value.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -55,26 +59,66 @@ class TokenSplit:
     """Tokens of a padded microbatch on each rank. ``rank`` is a rank of ``group``."""
 
     count: int  # T
-    padded: int  # T'
+    padded: int  # T', whole units
     rank: int = 0
     shares: HeadShares = HeadShares(1, 1)
     group: dist.ProcessGroup | None = None  # None: all tokens are here
+    unit: int = 1  # tokens that stay together: ranks of sequence parallelism divide them
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        *,
+        unit: int = 1,
+        rank: int = 0,
+        shares: HeadShares = HeadShares(1, 1),
+        group: dist.ProcessGroup | None = None,
+    ) -> "TokenSplit":
+        """Return the split of ``count`` tokens; each rank has a token, in two pieces two."""
+        ranks = shares.parts * shares.rings
+        least = ranks * unit * (2 if shares.rings > 1 else 1)
+        return cls(count, max(count + -count % unit, least), rank, shares, group, unit)
 
     @property
     def ranks(self) -> int:
         """Ranks that the tokens are divided over."""
         return self.shares.parts * self.shares.rings
 
+    @property
+    def ring(self) -> int:
+        """Number of this rank's ring."""
+        return self.rank // self.shares.parts
+
+    @property
+    def peers(self) -> slice:
+        """Ranks of this rank's ring."""
+        return slice(self.ring * self.shares.parts, (self.ring + 1) * self.shares.parts)
+
+    @property
+    def rows(self) -> list[int]:
+        """Number of tokens of each rank."""
+        least, more = divmod(self.padded // self.unit, self.ranks)
+        return [(least + (rank < more)) * self.unit for rank in range(self.ranks)]
+
+    def _of_rings(self) -> list[list[tuple[int, int]]]:
+        """Return first and last token (exclusive) of each ring's two runs of tokens."""
+        rows, parts, rings = self.rows, self.shares.parts, self.shares.rings
+        counts = [sum(rows[ring * parts : (ring + 1) * parts]) for ring in range(rings)]
+        lengths = [(count + 1) // 2 for count in counts]
+        lengths += [count // 2 for count in reversed(counts)]
+        runs = list(pairwise(accumulate(lengths, initial=0)))
+        return [[runs[ring], runs[-1 - ring]] for ring in range(rings)]
+
     def order(self, device: torch.device) -> Tensor | None:
         """Return the token at each place when all ranks' tokens are laid end to end, [T'].
 
         None if the tokens are in order already.
         """
-        rings = self.shares.rings
-        if rings == 1:
+        if self.shares.rings == 1:
             return None
-        pieces = torch.arange(self.padded, device=device).chunk(2 * rings)
-        return torch.cat([pieces[i] for ring in range(rings) for i in (ring, 2 * rings - 1 - ring)])
+        runs = [run for of_ring in self._of_rings() for run in of_ring]
+        return torch.cat([torch.arange(*run, device=device) for run in runs])
 
     def mine(self, values: Tensor, fill: float = 0) -> Tensor:
         """Return this rank's share of one value per token, [T] -> [T'/c]; padding is ``fill``."""
@@ -84,7 +128,7 @@ class TokenSplit:
         order = self.order(values.device)
         if order is not None:
             values = values[order]
-        return values.chunk(self.ranks)[self.rank]
+        return torch.split(values, self.rows)[self.rank]
 
     def whole(self, mine: Tensor) -> Tensor:
         """Return the values of all tokens, [..., T'/c] -> [..., T], equal on all ranks.
@@ -93,7 +137,7 @@ class TokenSplit:
         """
         if self.group is None:
             return mine
-        every: Tensor = _Gather.apply(mine, self.rank, self.group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        every: Tensor = _Gather.apply(mine, self.rows, self.rank, self.group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         order = self.order(mine.device)
         if order is not None:
             every = every[..., order.argsort()]
@@ -102,50 +146,33 @@ class TokenSplit:
     def pieces(self) -> list[tuple[int, int]]:
         """Return first and last token (exclusive) of each run of tokens of this rank's ring.
 
-        The order is that of ``queries``.
+        The order is that of exchanged queries.
         """
-        rings = self.shares.rings
-        if rings == 1:
+        if self.shares.rings == 1:
             return [(0, self.padded)]
-        ring, length = self.rank // self.shares.parts, self.padded // (2 * rings)
-        return [(i * length, (i + 1) * length) for i in (ring, 2 * rings - 1 - ring)]
+        return self._of_rings()[self.ring]
 
-    def queries(self, mine: Tensor) -> Tensor:
-        """Exchange heads for the tokens of this ring. [T'/c, h, d] -> [T'/r, h/u, d]."""
-        if self.group is None:
-            return mine
-        return self._of_ring(mine.chunk(self.shares.parts, dim=1))
+    def exchanged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange heads for tokens, all in one message to each rank.
 
-    def keys(self, mine: Tensor) -> Tensor:
-        """Exchange heads for all tokens, in their order. [T'/c, g, d] -> [T', max(1, g/u), d]."""
+        Queries are then those of this ring's tokens, [T'/c, h, d] -> [T'/r, h/u, d]; keys and
+        values those of all tokens, in their order, [T'/c, g, d] -> [T', max(1, g/u), d]. The
+        results may be parts of one tensor.
+        """
         if self.group is None:
-            return mine
-        parts, rings = self.shares.parts, self.shares.rings
-        if parts > mine.size(1):
-            mine = mine.repeat_interleave(parts // mine.size(1), dim=1)
-        by_part = torch.stack(mine.chunk(parts, dim=1))  # [u, T'/c, g/u, d]
-        sent = by_part.repeat(rings, *[1] * mine.dim()).flatten(0, 1)
-        rows = [len(mine)] * self.ranks
-        everywhere = _exchanged(sent, rows, rows, self.group)
-        order = self.order(mine.device)
-        return everywhere if order is None else everywhere[order.argsort()]
+            return query, key, value
+        return _Exchange.apply(self, query, key, value)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves apply untyped
 
     def returned(self, outputs: Tensor) -> Tensor:
-        """Undo ``queries``: [T'/r, h/u, d] -> [T'/c, h, d]."""
+        """Send attention's outputs back to the tokens' ranks: [T'/r, h/u, v] -> [T'/c, h, v]."""
         if self.group is None:
             return outputs
-        return torch.cat(
-            self._of_ring(outputs.chunk(self.shares.parts)).chunk(self.shares.parts), 1
-        )
-
-    def _of_ring(self, sent: tuple[Tensor, ...]) -> Tensor:
-        """Send the i-th tensor to part i of this ring; return what each part sent, in order."""
-        parts, ring = self.shares.parts, self.rank // self.shares.parts
-        rows = [0] * self.ranks
-        rows[ring * parts : (ring + 1) * parts] = [len(sent[0])] * parts
-        if self.group is None:
-            raise ValueError("nothing is divided")
-        return _exchanged(torch.cat(sent), rows, rows, self.group)
+        rows, to_ranks, from_ranks = self.rows, [0] * self.ranks, [0] * self.ranks
+        to_ranks[self.peers] = rows[self.peers]
+        from_ranks[self.peers] = [rows[self.rank]] * self.shares.parts
+        by_part: Tensor = _Return.apply(outputs, to_ranks, from_ranks, self.group)  # type: ignore[no-untyped-call]
+        mine = by_part.view(self.shares.parts, rows[self.rank], *by_part.shape[1:])
+        return mine.transpose(0, 1).flatten(1, 2)
 
 
 class _Gather(torch.autograd.Function):
@@ -154,25 +181,130 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, mine: Tensor, rank: int, group: dist.ProcessGroup
+        ctx: torch.autograd.function.FunctionCtx,
+        mine: Tensor,
+        rows: list[int],
+        rank: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.rank = rank  # type: ignore[attr-defined]  # torch's way
-        ctx.size = mine.size(-1)  # type: ignore[attr-defined]
-        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        ctx.part = sum(rows[:rank]), rows[rank]  # type: ignore[attr-defined]  # torch's way
+        # A group gathers equal parts: of a number of each token, padding costs nothing.
+        mine = torch.nn.functional.pad(mine, (0, max(rows) - rows[rank]))
+        parts = [torch.empty_like(mine) for _ in rows]
         dist.all_gather(parts, mine.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
+        return torch.cat([part[..., :n] for part, n in zip(parts, rows, strict=True)], dim=-1)
 
     @staticmethod
     @override
     def backward(
         ctx: torch.autograd.function.BackwardCFunction, grad: Tensor
-    ) -> tuple[Tensor, None, None]:
-        size: int = ctx.size  # type: ignore[attr-defined]
-        start: int = ctx.rank * size  # type: ignore[attr-defined]
-        return grad[..., start : start + size], None, None
+    ) -> tuple[Tensor, None, None, None]:
+        start, size = ctx.part  # type: ignore[attr-defined]
+        return grad.narrow(-1, start, size), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
+    """Queries, keys and values for ``TokenSplit.exchanged``: one exchange in each direction.
+
+    A rank sends rows of its tokens to each rank: the heads of its part, keys and values behind the
+    queries; to other rings only keys and values.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        split: TokenSplit,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = split.shares.parts
+        copies = max(parts // key.size(1), 1)
+        if copies > 1:
+            key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))
+        by_part = [
+            t.reshape(len(t), parts, -1, t.size(-1)).transpose(0, 1) for t in (query, key, value)
+        ]
+        kinds = [tuple(t.shape[2:]) for t in by_part]  # heads of a part, channels
+        widths = [prod(kind) for kind in kinds]
+        ctx.of = split, copies, kinds, widths  # type: ignore[attr-defined]  # torch's way
+        every = torch.cat([t.flatten(2) for t in by_part], dim=-1)  # [u, T'/c, all widths]
+        others = every[..., widths[0] :]
+        rings = [every if i == split.ring else others for i in range(split.shares.rings)]
+        to_ranks, from_ranks = _sizes(split, widths)
+        received = _all_to_all(
+            _joined([ring.flatten() for ring in rings]), to_ranks, from_ranks, split.group
+        )
+        order = split.order(query.device)
+        if order is None:
+            queries, *keys_and_values = torch.split(received.view(-1, sum(widths)), widths, 1)
+        else:
+            blocks = [
+                block.view(rows, -1)
+                for block, rows in zip(torch.split(received, from_ranks), split.rows, strict=True)
+            ]
+            queries = torch.cat([block[:, : widths[0]] for block in blocks[split.peers]])
+            laid_out = torch.cat([block[:, -sum(widths[1:]) :] for block in blocks])
+            in_order = laid_out.index_select(0, order.argsort())
+            keys_and_values = list(torch.split(in_order, widths[1:], 1))
+        of_kinds = zip((queries, *keys_and_values), kinds, strict=True)
+        q, k, v = (t.view(len(t), *kind) for t, kind in of_kinds)
+        return q, k, v
+
+    @staticmethod
+    @override
+    def backward(
+        ctx: torch.autograd.function.BackwardCFunction, *grads: Tensor
+    ) -> tuple[None, Tensor, Tensor, Tensor]:
+        split, copies, kinds, widths = ctx.of  # type: ignore[attr-defined]
+        queries, *others = (grad.flatten(1) for grad in grads)
+        order = split.order(queries.device)
+        if order is None:
+            sent = torch.cat([queries, *others], dim=1).flatten()
+        else:
+            keys = torch.cat(others, dim=1).index_select(0, order)
+            by_rank = list(torch.split(keys, split.rows))
+            of_ring = torch.split(queries, split.rows[split.peers])
+            own = zip(of_ring, by_rank[split.peers], strict=True)
+            by_rank[split.peers] = [torch.cat(both, dim=1) for both in own]
+            sent = torch.cat([block.flatten() for block in by_rank])
+        to_ranks, from_ranks = _sizes(split, widths)
+        received = _all_to_all(sent, from_ranks, to_ranks, split.group)
+        parts, count = split.shares.parts, split.rows[split.rank]
+        sizes = [sum(to_ranks[i * parts : (i + 1) * parts]) for i in range(split.shares.rings)]
+        rings = [ring.view(parts, count, -1) for ring in torch.split(received, sizes)]
+        of_queries = rings[split.ring][..., : widths[0]]
+        summed = _summed([ring[..., -sum(widths[1:]) :] for ring in rings])
+        of_keys = torch.split(summed, widths[1:], -1)
+        q, k, v = (
+            t.unflatten(-1, kind).transpose(0, 1).flatten(1, 2)
+            for t, kind in zip((of_queries, *of_keys), kinds, strict=True)
+        )
+        if copies > 1:
+            k, v = (t.unflatten(1, (-1, copies)).sum(2) for t in (k, v))
+        return None, q, k, v
+
+
+def _sizes(split: TokenSplit, widths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return how many numbers go to each rank, and come from each."""
+    of_ranks = [sum(widths[1:])] * split.ranks
+    of_ranks[split.peers] = [sum(widths)] * split.shares.parts
+    rows = split.rows
+    return [rows[split.rank] * width for width in of_ranks], [
+        count * width for count, width in zip(rows, of_ranks, strict=True)
+    ]
+
+
+def _joined(several: list[Tensor]) -> Tensor:
+    return several[0] if len(several) == 1 else torch.cat(several)
+
+
+def _summed(several: list[Tensor]) -> Tensor:
+    return several[0] if len(several) == 1 else torch.stack(several).sum(0)
+
+
+class _Return(torch.autograd.Function):
     """Rows to and from every rank of a group; the backward pass returns them."""
 
     @staticmethod
@@ -198,16 +330,10 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(grad, from_ranks, to_ranks, group), None, None, None
 
 
-def _exchanged(
-    sent: Tensor, to_ranks: list[int], from_ranks: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    received: Tensor = _Exchange.apply(sent, to_ranks, from_ranks, group)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return received
-
-
 def _all_to_all(
-    sent: Tensor, to_ranks: list[int], from_ranks: list[int], group: dist.ProcessGroup
+    sent: Tensor, to_ranks: list[int], from_ranks: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
+    """Exchange rows of the first dimension."""
     received = sent.new_empty(sum(from_ranks), *sent.shape[1:])
     dist.all_to_all_single(received, sent.contiguous(), from_ranks, to_ranks, group=group)
     return received

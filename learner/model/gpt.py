@@ -85,7 +85,9 @@ def build_model(
     Raises:
         ConfigError: a key in ``extra`` is unknown, or the ranks cannot split the model.
     """
-    config = _transformer_config(hf, dtype, extra, learner or LearnerSection(), setting)
+    config = transformer_config(
+        hf, dtype, extra, learner or LearnerSection(), setting, on_cpu=device.device().type == "cpu"
+    )
     config.rotary, config.attention_scale = Rotary.of(hf, device.device()), hf.attention_scale
     return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
 
@@ -146,8 +148,8 @@ class ModelInput:
     ) -> "ModelInput":
         """Divide a microbatch over ranks.
 
-        Context and sequence parallelism divide tokens evenly: if they do not divide the number, a
-        sequence of padding follows the others. A microbatch without tokens is only padding.
+        Sequence parallelism divides tokens evenly: if it does not divide the number, a sequence of
+        padding follows the others. A microbatch without tokens is only padding.
 
         Args:
             config: the model's configuration.
@@ -159,7 +161,7 @@ class ModelInput:
         """
         if shared is not None:
             token_ids, position_ids = token_ids[shared.computed], position_ids[shared.computed]
-        split = _token_split(config, len(token_ids))
+        split = token_split(config, len(token_ids))
         missing, padded = split.padded - split.count, shared
         if missing:
             where = position_ids.device
@@ -223,24 +225,22 @@ class ModelInput:
         return hidden if self.shared is None else self.shared.of_all(hidden)
 
 
-def _token_split(config: TransformerConfig, count: int) -> TokenSplit:
-    ranks = config.context_parallel_size
-    tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+def token_split(config: TransformerConfig, count: int) -> TokenSplit:
+    """Return how ranks divide a microbatch of ``count`` tokens, which context parallelism takes."""
+    ranks, tensor_ranks = config.context_parallel_size, config.tensor_model_parallel_size
+    unit = tensor_ranks if config.sequence_parallel else 1
     if ranks == 1:
-        return TokenSplit(count, max(count + -count % tensor, tensor))
-    tensor_ranks = config.tensor_model_parallel_size
-    shares = HeadShares.of(
-        ranks=ranks,
-        heads=config.num_attention_heads // tensor_ranks,
-        groups=config.num_query_groups // tensor_ranks,
-    )
-    multiple = ranks * tensor * (2 if shares.rings > 1 else 1)
-    return TokenSplit(
+        return TokenSplit.of(count, unit=unit)
+    return TokenSplit.of(
         count,
-        max(count + -count % multiple, multiple),
-        parallel_state.get_context_parallel_rank(),
-        shares,
-        parallel_state.get_context_parallel_group(),
+        unit=unit,
+        rank=parallel_state.get_context_parallel_rank(),
+        shares=HeadShares.of(
+            ranks=ranks,
+            heads=config.num_attention_heads // tensor_ranks,
+            groups=config.num_query_groups // tensor_ranks,
+        ),
+        group=parallel_state.get_context_parallel_group(),
     )
 
 
@@ -282,13 +282,22 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // ranks) * ranks
 
 
-def _transformer_config(
+def transformer_config(
     hf: HfConfig,
     dtype: torch.dtype,
     extra: Mapping[str, object],
     learner: LearnerSection,
     setting: str,
+    *,
+    on_cpu: bool,
 ) -> TransformerConfig:
+    """Return Megatron's description of the model, with its schedule; the topology must be up.
+
+    ``on_cpu`` decides where weights are made, and nothing else.
+
+    Raises:
+        ConfigError: a key in ``extra`` is unknown, or the ranks cannot split the model.
+    """
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     refuse_undivided(hf, _sizes(), setting)
     fixed: dict[str, object] = {
@@ -317,14 +326,14 @@ def _transformer_config(
         "sequence_parallel": learner.sequence_parallel and ranks > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # varying lengths need it, experts or not
+        "moe_token_dispatcher_type": "alltoall",  # lengths that vary need it, experts or not
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     fixed["pipeline_dtype"] = dtype
     _refuse_fixed(extra, fixed)
     refuse_unknown_keys(hf, extra)
-    defaults = {**_FUSIONS, "use_cpu_initialization": device.device().type == "cpu"}
+    defaults = {**_FUSIONS, "use_cpu_initialization": on_cpu}
     if not _OTHER_ACTIVATIONS.isdisjoint(extra):
         defaults["bias_activation_fusion"] = False
     try:
@@ -386,15 +395,13 @@ def _pipeline_config(
     values: dict[str, object] = {
         "pipeline_model_parallel_size": stages,
         "pipeline_model_parallel_layout": None,
-        "variable_seq_lengths": True,
+        "variable_seq_lengths": True,  # PlannedStages knows them
+        # A batch is waited for with the whole device, and ties directions together that differ.
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": chunks > 1,
     }
     if stages == 1:
         return values
-    if chunks > 1:
-        # If stages exchange shapes, both directions of a batch would wait for each other.
-        values |= {"batch_p2p_comm": False, "overlap_p2p_comm": True}
-    elif device.device().type == "cpu":  # gloo has no batched sends
-        values |= {"batch_p2p_comm": False}
     if any(name in extra for name in MEGATRON_STAGES):
         return values | {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
     layers = sizes.layers_of_stages(hf.num_hidden_layers, layers_per_stage, setting)

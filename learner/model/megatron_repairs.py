@@ -4,10 +4,6 @@
   leaves the name undefined: every forward pass with ``moe_router_dtype`` raises a NameError.
 - Without Transformer Engine latent attention still assumes it: the import gives stand-ins that are
   no classes, and a check whether a layer is an instance of one raises a TypeError.
-- Pipeline stages send each other the shapes of their tensors (``variable_seq_lengths``) in one
-  batch of messages in one group. If two stages have interleaved chunks, each is both before and
-  after the other, and takes the message for one direction as that for the other. The tensors
-  themselves go by ``_p2p_ops``, which keeps the directions apart; so do their shapes now.
 - Gradients of experts are summed over too few ranks where ``expert_model_parallel_size`` is 1 and
   ``tensor_model_parallel_size`` is not: see ``mark_expert``.
 - A distributed optimizer around torch's Adam, which keeps a count of updates per parameter, cannot
@@ -20,13 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from slipstream.learner.model import hybrid_repairs
-from slipstream.learner.model.device import device
 
 _MARK = "_slipstream_repaired"
 
@@ -37,7 +31,6 @@ def install() -> None:
     vars(moe_utils).setdefault("te_general_gemm", None)
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    p2p_communication.P2PCommunicator._communicate_shapes = _communicate_shapes
     if getattr(DistributedOptimizer, _MARK, False):
         return
     setattr(DistributedOptimizer, _MARK, True)
@@ -82,37 +75,3 @@ def _loading_states(
                 state["step"] = state["step"].clone()
 
     return load
-
-
-def _communicate_shapes(
-    stage: p2p_communication.P2PCommunicator,
-    tensor_send_next: Tensor | None,
-    tensor_send_prev: Tensor | None,
-    recv_prev: bool,
-    recv_next: bool,
-) -> tuple[list[int], list[int]]:
-    """Replace the method: return the shapes from the stages before and after."""
-
-    def sent(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.tensor(tensor.size(), device=device())
-
-    def room(is_wanted: bool) -> Tensor | None:
-        return torch.zeros(3, dtype=torch.int64, device=device()) if is_wanted else None
-
-    from_previous, from_next = room(recv_prev), room(recv_next)
-    requests = p2p_communication._p2p_ops(
-        tensor_send_prev=sent(tensor_send_prev),
-        tensor_recv_prev=from_previous,
-        tensor_send_next=sent(tensor_send_next),
-        tensor_recv_next=from_next,
-        group=stage.pp_group,
-        prev_pipeline_rank=stage.prev_rank,
-        next_pipeline_rank=stage.next_rank,
-    )
-    for request in requests.values():
-        request.wait()
-    nothing = [0, 0, 0]
-    return (
-        nothing if from_previous is None else from_previous.tolist(),
-        nothing if from_next is None else from_next.tolist(),
-    )

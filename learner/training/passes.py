@@ -14,6 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,11 +23,13 @@ from slipstream.learner.model.collectives import broadcast_frames
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.device import device
 from slipstream.learner.model.gpt import ModelInput
+from slipstream.learner.model.stages import PlannedStages, stage_shape
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.states import Share
 from slipstream.wire.settings.sections import RoutingReplay
 
 Output = TypeVar("Output")
+_SCHEDULE_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
 
 
 class Head(Protocol[Output]):
@@ -34,6 +37,11 @@ class Head(Protocol[Output]):
 
     def read(self, number: int, share: Share) -> Output:
         """Return the outputs of all tokens of microbatch ``number``."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows k of an output without gradient, equal on all stages."""
         ...
 
     def stacked(self, output: Output) -> Tensor:
@@ -47,6 +55,8 @@ class Head(Protocol[Output]):
 
 class RowHead(Head[Tensor]):
     """Reads one number per token: an output is a single row."""
+
+    num_rows = 1
 
     @override
     def stacked(self, output: Tensor) -> Tensor:
@@ -96,7 +106,8 @@ class ModelPasses(Generic[Output]):
             return outputs
         lengths = [len(batch.token_ids) for batch in batches]
         stacked = [self._head.stacked(output) for output in outputs]
-        values = self.on_all_stages(torch.cat(stacked, dim=-1) if stacked else None, sum(lengths))
+        rows = torch.cat(stacked, dim=-1) if stacked else None
+        values = self.on_all_stages(rows, (self._head.num_rows, sum(lengths)))
         parts = torch.split(values.float(), lengths, dim=-1)
         return [self._head.unstacked(part) for part in parts]
 
@@ -128,21 +139,17 @@ class ModelPasses(Generic[Output]):
 
         self._run(batches, of_last_stage, trains=True)
 
-    def on_all_stages(self, values: Tensor | None, count: int) -> Tensor:
-        """Return the last stage's values on every stage, in float64. Shapes [k, count], k any.
+    def on_all_stages(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Return the last stage's values of this shape on every stage, in float64.
 
         Other stages pass None.
         """
-        rows = torch.tensor([0 if values is None else len(values)], device=device())
+        whole = torch.empty(shape, dtype=torch.float64, device=device())
+        if values is not None:
+            whole.copy_(values.detach())
         source, group = self._topology.last_stage_rank, self._topology.pipeline_group
-        dist.broadcast(rows, src=source, group=group)
-        exact = torch.float64
-        if values is None:
-            values = torch.empty(int(rows), count, dtype=exact, device=device())
-        values = values.to(exact)
-        values = values.detach().contiguous()
-        dist.broadcast(values, src=source, group=group)
-        return values
+        dist.broadcast(whole, src=source, group=group)
+        return whole
 
     def names_on_all_stages(self, names: Sequence[str]) -> list[str]:
         """Return the last stage's names on every stage."""
@@ -191,15 +198,23 @@ class ModelPasses(Generic[Output]):
         missing = -len(batches) % self._topology.sizes.microbatch_multiple
         empty = [empty_microbatch(device())] * missing
         numbered = list(enumerate([*batches, *empty]))
+        stages: dict[str, object] = {}
+        if self._topology.sizes.pipeline > 1:
+            shapes = [stage_shape(self._config, batch) for _, batch in numbered]
+            stages = {
+                "p2p_communicator": PlannedStages(self._config, shapes),
+                "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_SCHEDULE_GROUPS),
+            }
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(numbered) for _ in self._chunks] if several else iter(numbered),
             model=self._chunks,
             num_microbatches=len(numbered),
-            seq_length=1,  # any length: stages exchange shapes
+            seq_length=1,  # any length: PlannedStages has the shapes
             micro_batch_size=1,
             forward_only=not trains,
             collect_non_loss_data=not trains,
+            **stages,
         )
 
     def _replaying(self, batch: PackedBatch, given: ModelInput, *, trains: bool) -> ModelInput:

@@ -266,9 +266,9 @@ class Policy(Trainable[PolicyOutputs]):
         if self._topology.sizes.pipeline == 1:
             return list(values)
         lengths = [len(batch.token_ids) for batch in like]
-        stacked = torch.cat(list(values)).unsqueeze(0) if values else None
-        whole = self.passes.on_all_stages(stacked, sum(lengths))
-        return list(torch.split(whole[0].float(), lengths))
+        joined = torch.cat(list(values)) if values else None
+        whole = self.passes.on_all_stages(joined, (sum(lengths),))
+        return list(torch.split(whole.float(), lengths))
 
     @override
     def read(self, number: int, share: Share) -> PolicyOutputs:
@@ -282,6 +282,12 @@ class Policy(Trainable[PolicyOutputs]):
         if self._needs_squares and not torch.is_grad_enabled():
             return outputs._replace(squares=token_squares(share, layer))
         return outputs
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        """Number of figures known without gradient."""
+        return 3 if self._needs_squares else 2
 
     @override
     def stacked(self, output: PolicyOutputs) -> Tensor:

@@ -211,9 +211,9 @@ class Trainable(Head[Output]):
         """Return the sums of all replicas, on every pipeline stage."""
         names = self.passes.names_on_all_stages(list(totals))
         if self._topology.sizes.pipeline > 1:
-            own = [totals[name].double().reshape(1) for name in names] if totals else []
-            values = self.passes.on_all_stages(torch.stack(own) if own else None, 1)
-            totals = dict(zip(names, values.squeeze(-1), strict=True))
+            own = torch.stack([totals[name].double() for name in names]) if totals else None
+            values = self.passes.on_all_stages(own, (len(names),))
+            totals = dict(zip(names, values, strict=True))
         return self.replicas.combined(totals)
 
 

@@ -90,7 +90,7 @@ def counting(reads: Counter[str], calls: Counter[str], before: Counter[str]) -> 
         sys.setprofile(others)
 
 
-def _of_updates(reads: Counter[str]) -> Counter[str]:
+def of_updates(reads: Counter[str]) -> Counter[str]:
     """Return the reads that a GPU's update would do, too."""
     return Counter(
         {
@@ -119,8 +119,8 @@ class Counted:
             figures, norm = update(*arguments)
         assert {type(value) for value in figures.values()} == {float}, "there is more to be read"
         self.seen = {
-            "reads": _of_updates(reads),
-            "before the weights change": _of_updates(before).total(),
+            "reads": of_updates(reads),
+            "before the weights change": of_updates(before).total(),
             "calls": calls,
             "num_figures": len(figures),
         }

@@ -44,7 +44,6 @@ def main() -> None:
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -66,15 +65,12 @@ def main() -> None:
             )
     except KeyError as error:
         missing = error.args[0]
-    shapes = inspect.getsource(P2PCommunicator._communicate_shapes)
     experts = inspect.getsource(ColumnParallelLinear.__init__)
     found = {
         "the router's import": "te_general_gemm" not in vars(moe_utils),
         "Transformer Engine in latent attention": (
             multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type)
         ),
-        "shapes of both directions in one group": shapes.count("self.pp_group") > 2
-        and "batch_isend_irecv" in shapes,
         "experts that are marked with expert parallelism alone": (
             "self.expert_parallel = config.expert_model_parallel_size > 1" in experts
         ),

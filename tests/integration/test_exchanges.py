@@ -1,0 +1,105 @@
+"""What ranks send each other in a real step, counted: nothing but the tensors of the plan."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.ranks.run import outputs, reports, start_ranks
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.integration
+LAYERS, HIDDEN = 4, 64
+# Passes of a part, with and without gradients: a step has those of a proximal policy, a reference
+# and a critic, and trains policy and critic.
+PASSES = {"policy": (1, 0), "reference": (1, 0), "critic": (1, 0), "step": (3, 2)}
+# Reasons why a field of Megatron's configuration is another one on a GPU.
+BY_DEVICE = {
+    "params_dtype": "the type: learner.dtype is bfloat16 there, float32 on a CPU",
+    "bf16": "the type",
+    "pipeline_dtype": "the type, between stages",
+    "autocast_dtype": "the type; nothing is cast automatically",
+    "use_cpu_initialization": "the device: weights are made where they stay",
+}
+
+
+class Division(NamedTuple):
+    """Sizes that divide a model with so many heads."""
+
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    heads: int = 4
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {
+            "pipeline_parallel": self.pipeline,
+            "interleaved_chunks": self.chunks,
+            "context_parallel": self.context,
+        }
+
+    def shares(self, lengths: Sequence[int], rank: int) -> list[int]:
+        """Return a context-parallel rank's tokens of each microbatch, and of those that fill up."""
+        missing = -len(lengths) % (self.pipeline if self.chunks > 1 else 1)
+        every = [max(length, self.context) for length in (*lengths, *[0] * missing)]
+        return [length // self.context + (rank < length % self.context) for length in every]
+
+
+def shaped(rows: Iterable[int], times: int) -> Counter[tuple[int, ...]]:
+    return Counter([(count, 1, HIDDEN) for count in rows] * times)
+
+
+def check_stages(division: Division, rank: int, part: dict[str, Any], rows: list[int], name: str):
+    """Check that a rank sent and received each tensor once, and nothing else."""
+    stage, (forward, whole) = rank // division.context, PASSES[name]
+    # A rank sends what its chunks compute, but for the last one of the model; back, gradients of
+    # what it received.
+    ahead = division.chunks - (stage == division.pipeline - 1)
+    received = division.chunks - (stage == 0)
+    sent = shaped(rows, ahead * (forward + whole)) + shaped(rows, received * whole)
+    arrived = shaped(rows, received * (forward + whole)) + shaped(rows, ahead * whole)
+    assert Counter(map(tuple, part.pop("isend", []))) == sent, name
+    assert Counter(map(tuple, part.pop("irecv", []))) == arrived, name
+
+
+@pytest.mark.parametrize(
+    "division",
+    [
+        pytest.param(Division(pipeline=2, chunks=2), id="pp2-chunks2"),
+        pytest.param(Division(pipeline=2, context=2), id="pp2-cp2"),
+        pytest.param(Division(context=4, heads=2), id="cp4-few-heads"),
+        pytest.param(
+            Division(pipeline=4, context=2), id="pp4-cp2", marks=pytest.mark.slow
+        ),  # as pp2-cp2, with stages in the middle
+    ],
+)
+def test_ranks_send_each_other_the_tensors_of_the_plan_alone(tmp_path: Path, division: Division):
+    sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": division.heads}
+    if division.heads == 2:  # keys are copied for ranks that share a head
+        sizes["num_key_value_heads"] = 1
+    model = write_tiny_model(tmp_path / "model", "qwen3", **sizes)
+    ranks, work = division.pipeline * division.context, tmp_path / "work"
+    outputs(start_ranks("support.ranks.exchanges", model, work, ranks, **division.settings))
+    layers = LAYERS // division.pipeline
+    for rank, report in enumerate(reports(work, ranks)):
+        rows = division.shares(report["lengths"], rank % division.context)
+        assert len(set(rows)) > 2, "microbatches of one length"
+        assert report["unlike"] == sorted(BY_DEVICE)
+        for name, part in report["parts"].items():
+            check_stages(division, rank, part, rows, name)
+            forward, whole = PASSES[name]
+            # Heads for tokens and back, in one exchange each, and so their gradients.
+            exchanges = part.pop("all_to_all_single", [])
+            each = 2 * forward + 4 * whole if division.context > 1 else 0
+            assert len(exchanges) == each * layers * len(rows), name
+            computed = part.pop("rows")  # rows of the policy's layers
+            if name == "policy":
+                assert Counter(computed) == Counter(rows * layers), "padding is computed"
+            reads = part.pop("reads")
+            assert part == {}, "messages of other kinds, or of no floats"
+            assert not [caller for caller in reads if "pipeline_parallel" in caller], name
+            if name != "step" and division.context == 1:
+                assert reads == {}, "the host waits for something between passes"
