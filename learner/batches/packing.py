@@ -88,6 +88,11 @@ class PackedBatch:
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
     """Choices of this rank's routers before the step's first update, by layer with experts."""
 
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that the model computes."""
+        return len(self.token_ids if self.shared is None else self.shared.computed)
+
 
 class ExpertSizes(NamedTuple):
     """Numbers of experts in a model."""

@@ -16,16 +16,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.model.gpt import token_split
 
 _NOTHING = (0, 0, 0)  # the shape from a side that sends nothing
 
 
-def stage_shape(config: TransformerConfig, batch: PackedBatch) -> tuple[int, int, int]:
-    """Return the shape of a microbatch between stages: (tokens of this rank, 1, H)."""
-    computed = batch.token_ids if batch.shared is None else batch.shared.computed
-    split = token_split(config, len(computed))
+def stage_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
+    """Return the shape of ``count`` computed tokens between stages: (tokens of this rank, 1, H)."""
+    split = token_split(config, count)
     return split.rows[split.rank] // split.unit, 1, config.hidden_size
 
 

@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import Store
 
 from slipstream.learner.model import device
+from slipstream.learner.model.arrivals import waiting
+from slipstream.learner.model.communicators import groups_in_use, open_all
 from slipstream.learner.parallel import ParallelSizes
 
 
@@ -67,34 +69,31 @@ def init_topology(
 
     Raises:
         ConfigError: the sizes do not divide the ranks.
+        RuntimeError: ranks did not come in ``timeout_s``; the message names them.
     """
     sizes = sizes or ParallelSizes()
     sizes.check(world_size)
     ranks_here = ranks_per_node or world_size
     device.select(rank % ranks_here)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
-    )
+    with waiting(store, "the learner's ranks", rank, range(world_size)):
+        dist.init_process_group(
+            device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    with waiting(store, "groups of the learner's ranks", rank, range(world_size)):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        )
+        replica_group = _replica_group(sizes, rank, world_size, timeout)
     model_parallel_cuda_manual_seed(seed)
-    place = sizes.place(rank, world_size)
-    replica_group: dist.ProcessGroup | None = None
-    for replica in range(sizes.replicas(world_size)):  # every rank makes all groups
-        members = sizes.ranks_of_replica(replica, world_size)
-        group = dist.new_group(members, timeout=timeout)
-        if replica == place.replica:
-            replica_group = group
-    if replica_group is None:
-        raise ValueError(f"rank {rank} is in no replica")
+    groups = groups_in_use(replica_group)
+    open_all(groups, store, rank, chunks=sizes.chunks, timeout_s=timeout_s)
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -110,6 +109,18 @@ def init_topology(
         data_group=parallel_state.get_data_parallel_group(),
         replica_group=replica_group,
     )
+
+
+def _replica_group(
+    sizes: ParallelSizes, rank: int, world_size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return the group of this rank's replica; every rank makes all of them."""
+    groups = [
+        dist.new_group(sizes.ranks_of_replica(replica, world_size), timeout=timeout)
+        for replica in range(sizes.replicas(world_size))
+    ]
+    found: dist.ProcessGroup = groups[sizes.place(rank, world_size).replica]
+    return found
 
 
 def destroy_topology() -> None:

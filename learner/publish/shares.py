@@ -90,6 +90,30 @@ def share_out(
     return Shares(host_of, writes, transfers)
 
 
+def batches_of(
+    transfers: Iterable[Transfer], size_of: Callable[[Piece], int], most: int
+) -> list[list[Transfer]]:
+    """Return the transfers in batches, in their order; equal on every rank.
+
+    A rank ends its part of a batch before it begins the next one: so no ranks wait for each other.
+
+    Args:
+        transfers: Transfers of all ranks.
+        size_of: returns the size of a piece, bytes.
+        most: Bytes of a batch of several transfers, at most.
+    """
+    batches: list[list[Transfer]] = []
+    filled = most
+    for transfer in transfers:
+        size = size_of(transfer.piece)
+        if filled + size > most:
+            batches.append([])
+            filled = 0
+        batches[-1].append(transfer)
+        filled += size
+    return batches
+
+
 def _tied_together(
     size: dict[Piece, int], tensors_of: Callable[[str], Sequence[str]]
 ) -> list[tuple[list[str], list[Piece]]]:

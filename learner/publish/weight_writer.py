@@ -1,5 +1,6 @@
 """A rank's part of a publish: its parameters, copied to their places in the weights' memory."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,11 @@ from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.model.weights.gathering import facts_of_all, received, send
+from slipstream.learner.model.weights.gathering import exchange, facts_of_all, place_for
 from slipstream.learner.model.weights.hf_weights import dtype_of, geometry_of
 from slipstream.learner.model.weights.shards import Shard, ShardFacts, is_finite, write_shard
 from slipstream.learner.publish.contents import Contents
-from slipstream.learner.publish.shares import Piece, Shares, share_out
+from slipstream.learner.publish.shares import Piece, Shares, batches_of, share_out
 from slipstream.weightbus.version.layout import part_layout, plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
@@ -22,6 +23,7 @@ from slipstream.wire.messages.manifest import ITEM_BYTES, TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
 
 _SEPARATOR = "\n"
+_BATCH_BYTES = 256 * 2**20  # transfers with memory on their receivers at once
 
 
 class WeightWriter:
@@ -61,20 +63,24 @@ class WeightWriter:
         self._own_layout = part_layout(self.layout, self.part)
         self.writes = [piece for piece in self._shards if piece in shares.writes[self._rank]]
         """Pieces that this rank holds and writes."""
-        self._transfers = [
-            transfer
-            for transfer in shares.transfers
-            if self._rank in {transfer.sender, transfer.receiver}
-        ]
-        self._facts = {
+        moved = {
             transfer.piece: next(
                 facts
                 for facts in held[transfer.sender]
                 if Piece(facts.name, facts.rank) == transfer.piece
             )
-            for transfer in self._transfers
-            if transfer.receiver == self._rank
+            for transfer in shares.transfers
         }
+
+        def size_of(piece: Piece) -> int:
+            return math.prod(moved[piece].shape) * self._dtype_of(piece).itemsize
+
+        self._batches = [
+            [each for each in batch if self._rank in {each.sender, each.receiver}]
+            for batch in batches_of(shares.transfers, size_of, _BATCH_BYTES)
+        ]
+        own = [each for batch in self._batches for each in batch if each.receiver == self._rank]
+        self._facts = {each.piece: moved[each.piece] for each in own}
         self._geometry = geometry_of(model.hf_config)
         self._leads = self._rank % here == 0 and self.part < hosts
         self._memory, self.paths_of = self._mapped(here)
@@ -126,14 +132,19 @@ class WeightWriter:
         for piece in self.writes:
             names.append(piece.name)
             flags.append(self._write(self._current(piece), views))
-        for piece, sender, receiver in self._transfers:
-            if self._rank == sender:
-                shard = self._current(piece)
-                names.append(piece.name)
-                flags.append(is_finite(shard.tensor))
-                send(shard, receiver)
-            else:
-                self._write(self._received(self._facts[piece], sender), views)
+        for batch in self._batches:
+            sent, received = [], []
+            for piece, sender, receiver in batch:
+                if self._rank == sender:
+                    shard = self._current(piece)
+                    names.append(piece.name)
+                    flags.append(is_finite(shard.tensor))
+                    sent.append((shard.tensor.contiguous(), receiver))
+                else:
+                    received.append((self._place_for(piece), sender))
+            exchange(sent, [(shard.tensor, sender) for shard, sender in received])
+            for shard, _ in received:
+                self._write(shard, views)
         if not flags:
             return ""
         # One wait for the device: its copies are complete then.
@@ -143,10 +154,13 @@ class WeightWriter:
     def _current(self, piece: Piece) -> Shard:
         return self._contents.current(piece.name, self._shards[piece])
 
-    def _received(self, facts: ShardFacts, sender: int) -> Shard:
-        parameter = self._contents.parameter(facts.name)
-        tensor = received(facts, sender, dtype_of(parameter, self._model))
-        return facts.shard(parameter, tensor)
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return dtype_of(self._contents.parameter(piece.name), self._model)
+
+    def _place_for(self, piece: Piece) -> Shard:
+        facts = self._facts[piece]
+        tensor = place_for(facts, self._dtype_of(piece))
+        return facts.shard(self._contents.parameter(piece.name), tensor)
 
     def _write(self, shard: Shard, views: dict[str, Tensor]) -> Tensor:
         """Copy a part to its places; return True if it is finite. Shape []."""

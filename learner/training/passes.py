@@ -200,7 +200,7 @@ class ModelPasses(Generic[Output]):
         numbered = list(enumerate([*batches, *empty]))
         stages: dict[str, object] = {}
         if self._topology.sizes.pipeline > 1:
-            shapes = [stage_shape(self._config, batch) for _, batch in numbered]
+            shapes = [stage_shape(self._config, batch.num_computed) for _, batch in numbered]
             stages = {
                 "p2p_communicator": PlannedStages(self._config, shapes),
                 "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_SCHEDULE_GROUPS),

@@ -10,10 +10,12 @@ import psutil
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import kind_of
-from slipstream.deploy.preflight.check.facts import Fact, fail, ok
+from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.weightbus.net.interfaces import interface_variables, is_loopback
 
 _EVERY = ("0.0.0.0", "::")  # noqa: S104 ports are bound only for a moment
+_OF_NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,27 @@ def judge_interface(host: str, chosen: str, present: Collection[str]) -> Fact:
             "weightbus.host",
         )
     return ok(name, f"gloo and NCCL take {chosen} towards {host}", "weightbus.host")
+
+
+def judge_nccl(variables: Mapping[str, str]) -> Fact:
+    """Return NCCL's environment, as the processes here inherit or get it.
+
+    Args:
+        variables: Variables of a process's environment.
+    """
+    name = "NCCL variables"
+    chosen = {key: variables[key] for key in sorted(variables) if key.startswith(_OF_NCCL)}
+    shown = " ".join(f"{key}={value}" for key, value in chosen.items())
+    off = [key for key in _SWITCHES if chosen.get(key, "0") != "0"]
+    if off:
+        return warn(name, f"{shown}: {', '.join(off)} turns a fast path off")
+    return ok(name, shown or "none is set: NCCL chooses")
+
+
+def nccl_variables(host: str) -> dict[str, str]:
+    """Return the environment of a process here that meets others at a host."""
+    own = os.environ  # noqa: TID251 NCCL has no setting of ours
+    return {**own, **interface_variables(host, own)}
 
 
 def observe_network(config: RunConfig, roles: Collection[str], *, in_cluster: bool) -> list[Fact]:

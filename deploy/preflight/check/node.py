@@ -37,7 +37,7 @@ from slipstream.deploy.preflight.check.machine import (
     shared_memory_now,
 )
 from slipstream.deploy.preflight.check.model import observe_model
-from slipstream.deploy.preflight.check.network import observe_network
+from slipstream.deploy.preflight.check.network import judge_nccl, nccl_variables, observe_network
 from slipstream.deploy.preflight.check.options import (
     observe_engine,
     observe_environment,
@@ -199,6 +199,8 @@ def _gpus(view: _HostUse) -> list[Fact]:
     facts = judge_gpus(
         seen, len(usable_gpus()), need, wanted=view.on_gpu, nccl=installed().get("nccl", "")
     )
+    if view.on_gpu:
+        facts.append(judge_nccl(nccl_variables(config.learner.weightbus.host)))
     if not seen:
         return facts
     smallest = min(seen, key=lambda gpu: gpu.total_bytes)

@@ -88,13 +88,21 @@ def facts_of_all(shards: Sequence[tuple[str, Shard]]) -> list[list[ShardFacts]]:
     return [msgspec.msgpack.decode(encoded, type=list[ShardFacts]) for encoded in data]
 
 
-def send(shard: Shard, to_rank: int) -> None:
-    """Send a part to a rank that receives it."""
-    dist.send(shard.tensor.detach().contiguous(), to_rank)
+def exchange(sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
+    """Send tensors to ranks and fill tensors from ranks, all in one batch.
+
+    A batch goes through the communicator of all ranks; a message alone would make one for each
+    pair. Between two ranks, both sides name their tensors in the same order.
+    """
+    messages = [
+        dist.P2POp(way, tensor.detach(), rank)
+        for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+        for tensor, rank in tensors
+    ]
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
-def received(facts: ShardFacts, from_rank: int, dtype: torch.dtype) -> Tensor:
-    """Receive a part."""
-    tensor = torch.empty(facts.shape, dtype=dtype, device=device())
-    dist.recv(tensor, from_rank)
-    return tensor
+def place_for(facts: ShardFacts, dtype: torch.dtype) -> Tensor:
+    """Return a tensor for a part that is received."""
+    return torch.empty(facts.shape, dtype=dtype, device=device())

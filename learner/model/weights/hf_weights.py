@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.weights.gathering import (
+    exchange,
     facts_of_all,
     owned_shards,
     parameter_of,
-    received,
-    send,
+    place_for,
     split_of,
     with_adapter,
 )
@@ -69,17 +69,20 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     for name, mapping in hf.parameters():
         if rank != 0:
             if name in mine:
-                send(with_adapter(model, name, mine[name]), 0)
+                exchange([(with_adapter(model, name, mine[name]).tensor.contiguous(), 0)], [])
             continue
         dtype = dtype_of(mapping, model)
         tensors = [
             torch.empty(tensor.whole_shape(hf.sizes), dtype=dtype) for tensor in mapping.tensors
         ]
-        for owner, shard_facts in owners[name]:
-            if owner == rank:
-                shard = with_adapter(model, name, mine[name])
-            else:
-                shard = shard_facts.shard(mapping, received(shard_facts, owner, dtype))
+        others = [
+            (shard_facts.shard(mapping, place_for(shard_facts, dtype)), owner)
+            for owner, shard_facts in owners[name]
+            if owner != rank
+        ]
+        exchange([], [(shard.tensor, owner) for shard, owner in others])
+        own = [with_adapter(model, name, mine[name])] if name in mine else []
+        for shard in (*own, *(shard for shard, _ in others)):
             write_shard(shard, tensors, geometry_of(hf))
         yield from zip(mapping.names, tensors, strict=True)
 

@@ -31,9 +31,13 @@ PARTS = ((0, 4), (1, 2), (3,))  # sequences of each microbatch, of unlike length
 
 
 class Messages:
-    """Messages of this rank between stages, and its exchanges with all ranks of a group."""
+    """Messages of this rank between stages, and its exchanges with all ranks of a group.
+
+    NCCL makes a communicator for each group and pair that messages pass alone.
+    """
 
     def __init__(self) -> None:
+        self.pairs: set[tuple[str, int]] = set()
         self.seen: defaultdict[str, list[list[int]]] = defaultdict(list)
         for name in ("isend", "irecv", "send", "recv", "batch_isend_irecv", "all_to_all_single"):
             setattr(dist, name, self._counted(name, getattr(dist, name)))
@@ -42,6 +46,9 @@ class Messages:
         def counted(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
             first = arguments[0] if arguments else named["tensor"]
             is_floating = isinstance(first, Tensor) and first.is_floating_point()
+            if name in {"isend", "irecv", "send", "recv"}:
+                peer = named.get("dst", named.get("src", -1))
+                self.pairs.add((named["group"].group_name, peer))
             self.seen[name if is_floating else f"{name} of no floats"].append(list(first.shape))
             return original(*arguments, **named)
 
@@ -63,7 +70,9 @@ def fields_by_device(policy: Any, settings: Any) -> list[str]:  # noqa: ANN401
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, dtype="float32")
+    messages = Messages()
     topology = join_ranks(work, rank, world_size, learner)
+    opened = set(messages.pairs)
     from slipstream.learner.starting_policy import build_policy
 
     everything = train_sequences()[:5]
@@ -73,7 +82,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     policy = build_policy(settings, algorithm, topology)
     assert policy.reference is not None
     assert policy.critic is not None
-    messages, parts = Messages(), dict[str, Any]()
+    parts: dict[str, Any] = {}
     rows: list[int] = []
     for _, layer in policy.model.numbered_layers():
         layer.register_forward_pre_hook(
@@ -104,6 +113,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         "parts": parts,
         "unlike": fields_by_device(policy, settings),
     }
+    assert messages.pairs == opened, "a communicator of a pair was not there before the first step"
     finish(work / f"{rank}.json", report)
 
 

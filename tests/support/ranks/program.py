@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
@@ -21,6 +22,9 @@ from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
+
+
+_at_start: dict[str, int] = {}  # uses of groups by their names
 
 
 def run(main: Callable[..., None]) -> None:
@@ -38,7 +42,7 @@ def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) 
     device.set_threads(1)
     from slipstream.learner.model.topology import init_topology
 
-    return init_topology(
+    topology = init_topology(
         rank=rank,
         world_size=world_size,
         sizes=learner.sizes,
@@ -47,6 +51,28 @@ def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) 
         seed=1,
         timeout_s=HANG_S,
     )
+    _at_start.update(uses_of_groups())
+    return topology
+
+
+def uses_of_groups() -> dict[str, int]:
+    """Return how many collectives each group of several ranks has passed, by its name."""
+    groups = [group for group in c10d._world.pg_map if group.size() > 1]
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+
+
+def check_groups() -> None:
+    """Check that what was used since the start has been opened there."""
+    if not _at_start:
+        return
+    from megatron.core import parallel_state as state
+
+    of_replicas = state._DATA_PARALLEL_GROUP_WITH_CP_GLOO, state._EXPERT_DATA_PARALLEL_GROUP_GLOO
+    of_host = {group.group_name for group in of_replicas if group is not None}  # gloo on a GPU, too
+    for name, uses in uses_of_groups().items():
+        assert _at_start.get(name) or uses == _at_start.get(name, 0) or name in of_host, (
+            f"a communicator would be made for {name} after the start"
+        )
 
 
 def finish(file: Path, report: object) -> None:
@@ -54,6 +80,7 @@ def finish(file: Path, report: object) -> None:
     from slipstream.learner.model.topology import destroy_topology
 
     file.write_text(json.dumps(report))
+    check_groups()
     torch.distributed.barrier()
     destroy_topology()
 

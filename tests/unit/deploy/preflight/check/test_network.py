@@ -7,10 +7,23 @@ from slipstream.deploy.preflight.check.network import (
     SeenListener,
     judge_interface,
     judge_listener,
+    judge_nccl,
     see_listener,
 )
 
 RELAY = Listener("weightbus.listen", "weightbus.listen", "127.0.0.1", 5600, count=2)
+
+
+def test_what_nccl_reads_is_shown_and_a_path_that_is_off_is_a_warning():
+    assert judge_nccl({"HOME": "/root"}).line == "ok   NCCL variables: none is set: NCCL chooses"
+    variables = {"NCCL_IB_HCA": "mlx5_0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PATH": "/bin"}
+    line = judge_nccl(variables | {"NCCL_P2P_DISABLE": "0"}).line
+    assert line == (
+        "ok   NCCL variables: CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_IB_HCA=mlx5_0 NCCL_P2P_DISABLE=0"
+    )
+    off = judge_nccl(variables | {"NCCL_P2P_DISABLE": "1"})
+    assert off.outcome == "warn"
+    assert off.found.endswith("NCCL_P2P_DISABLE turns a fast path off")
 
 
 def test_a_listener_that_is_free_names_its_interface():

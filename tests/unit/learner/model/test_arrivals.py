@@ -1,0 +1,51 @@
+"""A rank that waits says for what, and for whom."""
+
+import logging
+import queue
+import threading
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from slipstream.learner.model.arrivals import waiting
+from slipstream.weightbus.net.threads import in_time
+from tests.support.waiting import HANG_S
+
+
+def test_ranks_that_did_not_come_are_named_where_a_wait_fails():
+    store = HashStore()
+    with waiting(store, "the stages", 2, range(4)):
+        pass
+    with (
+        pytest.raises(RuntimeError, match=r"^gloo: rank 0 waits for the stages: no rank 1, 3 yet"),
+        waiting(store, "the stages", 0, range(4)),
+    ):
+        raise RuntimeError("connection closed by peer")
+
+
+def test_a_wait_that_never_ends_is_given_up():
+    never = threading.Event()  # as NCCL's first collective
+    with (
+        pytest.raises(RuntimeError, match=r"all ranks have come \(too late"),
+        waiting(HashStore(), "stages", 0, [0]),
+    ):
+        in_time(never.wait, 0.01)
+    never.set()
+
+
+def test_what_is_waited_for_is_logged_meanwhile():
+    logger, lines = logging.getLogger("slipstream.learner.model.arrivals"), queue.Queue[str]()
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.put(record.getMessage())
+
+    handler = Seen()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    store = HashStore()
+    PrefixStore("stages", store).set("1", "")
+    with waiting(store, "stages", 0, range(20), log_s=0.01):
+        line = lines.get(timeout=HANG_S)
+    logger.removeHandler(handler)
+    assert line == "rank 0 waits for stages: no rank 2, 3, 4, 5, 6, 7, 8, 9, ... yet"
