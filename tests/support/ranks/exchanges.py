@@ -1,5 +1,7 @@
 """One rank of a learner that counts what ranks send each other, and what the host reads for it.
 
+Stages exchange tensors with the manners of NCCL: messages that wait for each other hang.
+
 Usage: exchanges MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 Writes WORK_FOLDER/RANK.json: lengths of the microbatches, and by part of a step the messages, rows
 of layers, exchanges of attention and reads; fields of Megatron's configuration on a GPU and here.
@@ -22,6 +24,7 @@ from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
 from slipstream.wire.process.phases import PhaseClock
+from tests.support.ranks import nccl_messages
 from tests.support.ranks.host_reads import counting, of_updates
 from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences
 from tests.support.ranks.program import finish, join_ranks, run, settings_of
@@ -70,6 +73,7 @@ def fields_by_device(policy: Any, settings: Any) -> list[str]:  # noqa: ANN401
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, dtype="float32")
+    nccl_messages.install()
     messages = Messages()
     topology = join_ranks(work, rank, world_size, learner)
     opened = set(messages.pairs)
