@@ -36,6 +36,7 @@ def groups_in_use(replica_group: dist.ProcessGroup) -> dict[str, dist.ProcessGro
         "one copy of the model": state.get_model_parallel_group(),
         "tied embeddings": state.get_embedding_group(check_initialized=False),
         "one replica": replica_group,
+        "distributed optimizers": state.get_intra_distributed_optimizer_instance_group(),
         "experts": state.get_expert_model_parallel_group(),
         "parts of an expert": state.get_expert_tensor_parallel_group(),
         "parts of experts": state.get_expert_tensor_and_model_parallel_group(),
