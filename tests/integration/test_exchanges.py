@@ -32,10 +32,12 @@ class Division(NamedTuple):
     chunks: int = 1
     context: int = 1
     heads: int = 4
+    on_a_host: int = 0  # ranks; 0: all
 
     @property
     def settings(self) -> dict[str, int]:
         return {
+            "ranks_per_node": self.on_a_host,
             "pipeline_parallel": self.pipeline,
             "interleaved_chunks": self.chunks,
             "context_parallel": self.context,
@@ -68,7 +70,7 @@ def check_stages(division: Division, rank: int, part: dict[str, Any], rows: list
 @pytest.mark.parametrize(
     "division",
     [
-        pytest.param(Division(pipeline=2, chunks=2), id="pp2-chunks2"),
+        pytest.param(Division(pipeline=2, chunks=2, on_a_host=1), id="pp2-chunks2"),
         pytest.param(Division(pipeline=2, context=2), id="pp2-cp2"),
         pytest.param(Division(context=4, heads=2), id="cp4-few-heads"),
         pytest.param(
@@ -84,10 +86,16 @@ def test_ranks_send_each_other_the_tensors_of_the_plan_alone(tmp_path: Path, div
     ranks, work = division.pipeline * division.context, tmp_path / "work"
     outputs(start_ranks("support.ranks.exchanges", model, work, ranks, **division.settings))
     layers = LAYERS // division.pipeline
+    # Weights of the second host are sent to the first in a publish; an export sends one by one.
+    sent = {"batch_isend_irecv": [[]]} if division.on_a_host else {}
     for rank, report in enumerate(reports(work, ranks)):
         rows = division.shares(report["lengths"], rank % division.context)
         assert len(set(rows)) > 2, "microbatches of one length"
         assert report["unlike"] == sorted(BY_DEVICE)
+        assert report["not as exported"] == []
+        assert report["publish"] == sent, "one batch, and no message alone"
+        exports = division.pipeline > 1 and rank % division.context == 0
+        assert (report["exports"] > layers) == exports
         for name, part in report["parts"].items():
             check_stages(division, rank, part, rows, name)
             forward, whole = PASSES[name]

@@ -26,7 +26,7 @@ from slipstream.learner.training.step import train_step
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.ranks import nccl_messages
 from tests.support.ranks.host_reads import counting, of_updates
-from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences
+from tests.support.ranks.policy import algorithms, published, random_outcomes, train_sequences
 from tests.support.ranks.program import finish, join_ranks, run, settings_of
 from tests.support.ranks.run import section_of
 
@@ -48,11 +48,12 @@ class Messages:
     def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
             first = arguments[0] if arguments else named["tensor"]
-            is_floating = isinstance(first, Tensor) and first.is_floating_point()
-            if name in {"isend", "irecv", "send", "recv"}:
+            is_whole = isinstance(first, Tensor) and not first.is_floating_point()
+            shape = list(first.shape) if isinstance(first, Tensor) else []
+            if name in {"isend", "irecv"}:
                 peer = named.get("dst", named.get("src", -1))
                 self.pairs.add((named["group"].group_name, peer))
-            self.seen[name if is_floating else f"{name} of no floats"].append(list(first.shape))
+            self.seen[f"{name} of no floats" if is_whole else name].append(shape)
             return original(*arguments, **named)
 
         return counted
@@ -73,10 +74,12 @@ def fields_by_device(policy: Any, settings: Any) -> list[str]:  # noqa: ANN401
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, dtype="float32")
+    of_torch = dist.isend, dist.irecv
     nccl_messages.install()
     messages = Messages()
     topology = join_ranks(work, rank, world_size, learner)
     opened = set(messages.pairs)
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
 
     everything = train_sequences()[:5]
@@ -112,12 +115,21 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     plan = MinibatchPlan((PARTS,))
     with part("step"):
         train_step(policy, [batches], [plan], random_outcomes(everything), algorithm, PhaseClock())
+    assert messages.pairs == opened, "a communicator of a pair was not there before the first step"
+    dist.isend, dist.irecv = of_torch  # a batch takes no others
+    messages.seen.clear()
+    policy.bring_weights()
+    save_hf_folder(policy.model, work / "exported", folder)
+    exports = len(messages.seen.pop("batch_isend_irecv", []))
+    unlike = published(policy, topology, work / "exported", in_parts=False)
     report = {
+        "exports": exports,
+        "publish": dict(messages.seen),
+        "not as exported": unlike,
         "lengths": [len(batch.token_ids) for batch in batches],
         "parts": parts,
         "unlike": fields_by_device(policy, settings),
     }
-    assert messages.pairs == opened, "a communicator of a pair was not there before the first step"
     finish(work / f"{rank}.json", report)
 
 

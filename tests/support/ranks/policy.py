@@ -265,11 +265,13 @@ def restored_reference(
     return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
 
 
-def published(policy: "Policy", topology: "Topology", exported: Path) -> list[str]:
+def published(
+    policy: "Policy", topology: "Topology", exported: Path, *, in_parts: bool = True
+) -> list[str]:
     """Publish; return the tensors in the memory, as rank 0 sees it, that are not as exported."""
     from slipstream.learner.publish.weight_writer import WeightWriter
 
-    writer = WeightWriter(policy.model, topology, bucket_bytes=4096)
+    writer = WeightWriter(policy.model, topology, bucket_bytes=4096, in_parts=in_parts)
     bad = writer.write(1)
     assert not bad, bad
     torch.distributed.barrier()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.learner.model.weights.shards import ShardFacts
-from slipstream.learner.publish.shares import Piece, Transfer, share_out
+from slipstream.learner.publish.shares import Piece, Transfer, batches_of, share_out
 
 
 def fact(name: str, size: int, rank: int = 0, ranks: int = 1) -> ShardFacts:
@@ -41,6 +41,15 @@ def test_one_host_for_all_has_the_rest_sent_to_its_ranks():
     shares = share_out(held, own_name, item_bytes=one_byte, ranks_per_host=2, hosts=1)
     assert set(shares.host_of.values()) == {0}
     assert shares.transfers == [Transfer(Piece("c", 0), 2, 0), Transfer(Piece("d", 0), 3, 1)]
+
+
+def test_transfers_are_in_batches_of_some_bytes_in_their_order():
+    transfers = [Transfer(Piece(name, 0), 1, 0) for name in "abcde"]
+    sizes = {"a": 3, "b": 4, "c": 1, "d": 20, "e": 1}
+    batches = batches_of(transfers, lambda piece: sizes[piece.name], most=8)
+    names = ["".join(transfer.piece.name for transfer in batch) for batch in batches]
+    assert names == ["abc", "d", "e"], "a piece that is larger than a batch is one alone"
+    assert batches_of([], lambda _: 1, most=8) == []
 
 
 def test_a_tensor_whose_shards_no_host_has_all_of_goes_to_the_host_with_most_of_it():
