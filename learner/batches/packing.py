@@ -77,12 +77,14 @@ class PackedBatch:
     cu_trajectories: Tensor  # [B + 1] int32
     loss_mask: Tensor  # [T] bool
     choosing: Tensor  # [C] int64, tokens before those of the mask: their states chose these
+    choosing_on_host: NDArray[np.int64]  # the same, for numbers that depend on it
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
     temperature: Tensor  # [T] float32
     version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
     kept: Kept | None = None  # candidates of each token; None: nothing was left out
+    kept_on_host: NDArray[np.int64] | None = None  # [T + 1], first candidate of each token, and K
     experts: Tensor | None = None  # [T, L, k] int16, chosen by the engine; -1 where it chose none
     shared: SharedPrompts | None = None  # prompts that are computed once
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
@@ -92,6 +94,25 @@ class PackedBatch:
     def num_computed(self) -> int:
         """Number of tokens that the model computes."""
         return len(self.token_ids if self.shared is None else self.shared.computed)
+
+    def choosing_in(self, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the tokens of ``choosing`` by their places in runs of tokens laid end to end.
+
+        A run is its first and last token (exclusive). The device is not waited for.
+        """
+        parts, at = [self.choosing[:0]], 0
+        for first, end in runs:
+            start, stop = np.searchsorted(self.choosing_on_host, (first, end)).tolist()
+            parts.append(self.choosing[start:stop] + (at - first))
+            at += end - first
+        return torch.cat(parts)
+
+    def kept_after(self, runs: Sequence[tuple[int, int]]) -> list[slice]:
+        """Return where the candidates are for the tokens after those of each run."""
+        if self.kept_on_host is None:
+            return []
+        firsts, most = self.kept_on_host.tolist(), len(self.token_ids)
+        return [slice(*(firsts[min(i + 1, most)] for i in run)) for run in runs]
 
 
 class ExpertSizes(NamedTuple):
@@ -334,6 +355,8 @@ def pack(
         return torch.from_numpy(np.concatenate(arrays)).to(device)
 
     mask = np.concatenate([s.loss_mask for s in trajectories])
+    choosing = np.flatnonzero(np.roll(mask, -1))
+    kept, kept_on_host = _packed_kept(trajectories, device)
     return PackedBatch(
         token_ids=joined([s.token_ids for s in trajectories]).long(),
         position_ids=joined([np.arange(length) for length in lengths]),
@@ -341,7 +364,8 @@ def pack(
         max_seqlen=max(lengths),
         cu_trajectories=bounds(counts),
         loss_mask=torch.from_numpy(mask).to(device),
-        choosing=torch.from_numpy(np.flatnonzero(np.roll(mask, -1))).to(device),
+        choosing=torch.from_numpy(choosing).to(device),
+        choosing_on_host=choosing,
         behavior_logprobs=joined([s.behavior_logprobs for s in trajectories]),
         temperature=per_token([s.temperature for s in trajectories]),
         version_steps=(
@@ -351,7 +375,8 @@ def pack(
         ),
         end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
-        kept=_packed_kept(trajectories, device),
+        kept=kept,
+        kept_on_host=kept_on_host,
         experts=joined([s.experts for s in trajectories if s.experts is not None])
         if all(s.experts is not None for s in trajectories)
         else None,
@@ -377,10 +402,12 @@ def _equal_prompts(trajectories: Sequence[TrainTrajectory]) -> list[tuple[int, i
     return found
 
 
-def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) -> Kept | None:
-    """Return the candidates of packed tokens; None if nothing was left out."""
+def _packed_kept(
+    trajectories: Sequence[TrainTrajectory], device: torch.device
+) -> tuple[Kept, NDArray[np.int64]] | tuple[None, None]:
+    """Return the candidates of packed tokens and each token's first; None if none was left out."""
     if all(s.kept is None for s in trajectories):
-        return None
+        return None, None
     counts = np.concatenate(
         [
             np.zeros(len(s.token_ids), np.int64) if s.kept is None else s.kept.counts
@@ -389,7 +416,8 @@ def _packed_kept(trajectories: Sequence[TrainTrajectory], device: torch.device) 
     )
     ids = np.concatenate([s.kept.ids for s in trajectories if s.kept is not None])
     rows = np.repeat(np.arange(len(counts)), counts)
-    return Kept(*(torch.from_numpy(values).to(device) for values in (counts > 0, rows, ids)))
+    kept = Kept(*(torch.from_numpy(values).to(device) for values in (counts > 0, rows, ids)))
+    return kept, np.concatenate([[0], counts.cumsum()])
 
 
 def empty_microbatch(device: torch.device) -> PackedBatch:
@@ -404,6 +432,7 @@ def empty_microbatch(device: torch.device) -> PackedBatch:
         cu_trajectories=torch.zeros(1, dtype=torch.int32, device=device),
         loss_mask=numbers.bool(),
         choosing=numbers,
+        choosing_on_host=np.zeros(0, np.int64),
         behavior_logprobs=floats,
         temperature=floats,
     )

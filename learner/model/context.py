@@ -110,6 +110,19 @@ class TokenSplit:
         runs = list(pairwise(accumulate(lengths, initial=0)))
         return [[runs[ring], runs[-1 - ring]] for ring in range(rings)]
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """First and last token (exclusive) of each run of this rank's tokens, in their order."""
+        rows = self.rows
+        first = sum(rows[self.peers.start : self.rank])  # place among those of the ring
+        end, at, found = first + rows[self.rank], 0, []
+        for start, stop in self.pieces():
+            begins, ends = max(first - at, 0), min(end - at, stop - start)
+            if begins < ends:
+                found.append((start + begins, start + ends))
+            at += stop - start
+        return found
+
     def order(self, device: torch.device) -> Tensor | None:
         """Return the token at each place when all ranks' tokens are laid end to end, [T'].
 
@@ -125,10 +138,7 @@ class TokenSplit:
         if self.group is None:
             return values
         values = torch.nn.functional.pad(values, (0, self.padded - self.count), value=fill)
-        order = self.order(values.device)
-        if order is not None:
-            values = values[order]
-        return torch.split(values, self.rows)[self.rank]
+        return _joined([values[first:end] for first, end in self.runs])
 
     def whole(self, mine: Tensor) -> Tensor:
         """Return the values of all tokens, [..., T'/c] -> [..., T], equal on all ranks.

@@ -32,7 +32,7 @@ class Share(NamedTuple):
         """Places of this rank's tokens after which the policy chose a token, [C] int64."""
         if self.split.group is None:
             return self.batch.choosing
-        return self.split.mine(self.batch.loss_mask.roll(-1)).nonzero().squeeze(-1)
+        return self.batch.choosing_in(self.split.runs)
 
 
 def token_logprobs(
@@ -110,7 +110,8 @@ def _kept(share: Share, following: Kept, places: Tensor) -> Kept:
     tokens = share.split.mine(torch.arange(count, device=places.device))[places]
     row_of = torch.full((count,), -1, device=places.device)
     row_of[tokens] = torch.arange(len(tokens), device=places.device)
-    rows, ids = row_of[following.rows], following.ids
-    if share.split.group is not None:  # else all are here, and the device is not waited for
-        rows, ids = rows[rows >= 0], ids[rows >= 0]
-    return Kept(following.is_truncated[tokens], rows, ids)
+    rows, ids = following.rows, following.ids
+    if share.split.group is not None:
+        here = share.batch.kept_after(share.split.runs)
+        rows, ids = (torch.cat([values[part] for part in here]) for values in (rows, ids))
+    return Kept(following.is_truncated[tokens], row_of[rows], ids)

@@ -169,8 +169,7 @@ class Trainable(Head[Output]):
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         The host waits for the GPU once, after the update, for all figures together; with pipeline
-        stages once more, for the last stage's results, and under context parallelism in each
-        microbatch, for the number of chosen tokens. Further tenants stay on the device for the
+        stages once more, for the last stage's results. Further tenants stay on the device for the
         loss.
 
         Raises:

@@ -15,6 +15,14 @@ LAYERS, HIDDEN = 4, 64
 # Passes of a part, with and without gradients: a step has those of a proximal policy, a reference
 # and a critic, and trains policy and critic.
 PASSES = {"policy": (1, 0), "reference": (1, 0), "critic": (1, 0), "step": (3, 2)}
+OF_CPU = {"slipstream.learner.model.attention:<genexpr>"}  # bounds; a GPU's kernel takes them
+RESULTS = "slipstream.learner.model.collectives:broadcast_frames"  # names of the last stage's
+IN_PASSES = (
+    "slipstream.learner.model.",
+    "slipstream.learner.training.passes:",
+    "slipstream.learner.training.states:",
+    "megatron.",
+)
 # Reasons why a field of Megatron's configuration is another one on a GPU.
 BY_DEVICE = {
     "params_dtype": "the type: learner.dtype is bfloat16 there, float32 on a CPU",
@@ -106,8 +114,8 @@ def test_ranks_send_each_other_the_tensors_of_the_plan_alone(tmp_path: Path, div
             computed = part.pop("rows")  # rows of the policy's layers
             if name == "policy":
                 assert Counter(computed) == Counter(rows * layers), "padding is computed"
-            reads = part.pop("reads")
+            reads = part.pop("reads").keys() - OF_CPU
             assert part == {}, "messages of other kinds, or of no floats"
-            assert not [caller for caller in reads if "pipeline_parallel" in caller], name
-            if name != "step" and division.context == 1:
-                assert reads == {}, "the host waits for something between passes"
+            if name == "step":  # its outcomes are on the host
+                reads = {caller for caller in reads - {RESULTS} if caller.startswith(IN_PASSES)}
+            assert reads == set(), "the host waits for the device between passes"
