@@ -74,6 +74,7 @@ def fields_by_device(policy: Any, settings: Any) -> list[str]:  # noqa: ANN401
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     learner = section_of(layout, lr=1e-2, dtype="float32")
+    device.prepare()  # has functions of torch's own in their places
     of_torch = dist.isend, dist.irecv
     nccl_messages.install()
     messages = Messages()
