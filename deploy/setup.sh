@@ -18,8 +18,8 @@ cpu)
     pythons=(python3.11 python3.12 python3 python python3.13)
     ;;
 gpu)
-    venv=.venv target=setup-gpu wanted='3.11 or 3.12'
-    pythons=(python3.12 python3.11 python3 python)
+    venv=.venv target=setup-gpu wanted=3.12
+    pythons=(python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python)
     ;;
 rehearsal)
     venv=.rehearsal target=rehearsal-setup wanted=3.12
@@ -206,14 +206,16 @@ compile() { # once, so that no role does at its start
 
 if [ "$target" = setup-gpu ]; then
     locks=deploy/locks
-    series=$(cut -d. -f1,2 <<<"$version")
     install "1 of 4, learner and generators" --require-hashes \
-        -r "$locks/gpu-learner-$series.txt" -r "$locks/gpu-generator-$series.txt"
+        -r "$locks/gpu-learner-3.12.txt" -r "$locks/gpu-generator-3.12.txt"
     if [ "${FLASH_ATTN:-}" = no ]; then
         echo "setup: 2 of 4, flash-attn: left out (FLASH_ATTN=no)"
     else
         install "2 of 4, flash-attn" --require-hashes --no-deps --no-build-isolation \
             -r "$locks/flash-attn.txt"
+        # It has an older flash_attn.cute in the place of flash-attn-4's, which is put back.
+        awk '/^[a-z]/ { own = /^flash-attn-4==/ } own' "$locks/gpu-learner-3.12.txt" >"$venv/flash-attn-4.txt"
+        install "2 of 4, flash-attn-4" --require-hashes --no-deps --force-reinstall -r "$venv/flash-attn-4.txt"
     fi
     install "3 of 4, slipstream" --no-deps --no-build-isolation --editable .
     compile "4 of 4"

@@ -13,6 +13,9 @@ RUN pip install --no-deps --require-hashes -r /build/gpu-learner-3.12.txt
 # Compiled where it has no wheel for this torch; an hour.
 COPY deploy/locks/flash-attn.txt /build/
 RUN pip install --no-deps --no-build-isolation --require-hashes -r /build/flash-attn.txt
+# It has an older flash_attn.cute in the place of flash-attn-4's, which is put back.
+RUN awk '/^[a-z]/ { own = /^flash-attn-4==/ } own' /build/gpu-learner-3.12.txt >/build/flash-attn-4.txt \
+    && pip install --no-deps --force-reinstall --require-hashes -r /build/flash-attn-4.txt
 COPY . /src
 RUN pip install --no-deps --no-build-isolation /src
 RUN python3.12 -m venv /bom && /bom/bin/pip install cyclonedx-bom==7.5.0 \

