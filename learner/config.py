@@ -77,9 +77,6 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """What "selective" computes again; on a GPU attention keeps little, and "mlp" saves most."""
     recompute_layers: AtLeast0 = 0
     """Layers of each stage that "full" computes again, the first ones; 0 is all of them."""
-    distributed_optimizer: bool = False
-    """Divide the optimizer's state over the ranks that hold the same weights (replicas, and those
-    of context_parallel), each of which updates a part of them."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the optimizer's two moments in memory; they are computed with in float32 always.
     bfloat16 needs adam_beta2 of at most 0.99: it cannot hold smaller changes."""
@@ -89,9 +86,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     copied), the optimizer's state but for the moment of its update."""
     optimizer_offload_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the optimizer that is on the host for good and updates its weights there, by
-    Megatron's hybrid device optimizer; with distributed_optimizer. learner.threads is how fast."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients over replicas while the backward pass computes others."""
+    Megatron's hybrid device optimizer. learner.threads is how fast."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU. float32 on a GPU is for
     comparisons: there is no kernel for attention over sequences of different lengths."""
@@ -344,11 +339,6 @@ def _check_memory(learner: LearnerSection) -> None:
                 f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g}, "
                 "whose optimizer is Megatron's: set one of them"
             )
-    if learner.optimizer_offload_fraction and not learner.distributed_optimizer:
-        raise ConfigError(
-            f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "
-            "learner.distributed_optimizer = true (with one replica, too), got false"
-        )
     if learner.optimizer_offload_fraction and learner.dtype == "float32":
         raise ConfigError(
             f"learner.optimizer_offload_fraction = {learner.optimizer_offload_fraction:g} needs "

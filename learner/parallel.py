@@ -82,6 +82,19 @@ class ParallelSizes:
         """Return the number of data-parallel replicas."""
         return ranks // self.per_replica
 
+    def copies(self, ranks: int) -> tuple[int, int]:
+        """Return how many ranks hold a rank's dense weights, and how many hold its experts."""
+        of_stage = ranks // self.pipeline
+        return of_stage // self.tensor, of_stage // (self.expert * self.expert_tensor)
+
+    def has_copies(self, ranks: int, *, has_experts: bool) -> bool:
+        """Return True if several ranks hold the same weights.
+
+        They are replicas and the ranks of context parallelism; experts have copies of their own.
+        """
+        dense, expert = self.copies(ranks)
+        return dense > 1 or (has_experts and expert > 1)
+
     def place(self, rank: int, ranks: int) -> Coordinates:
         """Return a rank's place."""
         rest, tensor = divmod(rank, self.tensor)

@@ -18,7 +18,7 @@ from benchmarks.sglang_server import sglang_server
 from slipstream.deploy.commands.plan.memory import RSS, MeasuredRank, measured
 from slipstream.deploy.config import run_config
 from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token
-from slipstream.deploy.predict.memory.offloaded import KINDS
+from slipstream.deploy.predict.memory.learner_rank import TENSORS
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.load import load_table
@@ -34,7 +34,7 @@ _FLOAT32 = 4
 # Family, settings of [learner], changes of config.json.
 LAYOUTS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "dense, 1 rank": ("llama", {}, _LARGE),
-    "dense, 2 ranks": ("qwen3", {"ranks": 2, "distributed_optimizer": True}, {}),
+    "dense, 2 ranks": ("qwen3", {"ranks": 2}, {}),
     "experts, 2 ranks": ("qwen3_moe", {"ranks": 2, "expert_parallel": 2}, {}),
 }
 
@@ -85,7 +85,10 @@ def learner_bars() -> list[Bar]:
     for name, (family, learner, changed) in LAYOUTS.items():
         ranks = measured_ranks(family, learner, changed)
         off = max(
-            percent_off(one.measured[kind], one.estimated[kind]) for one in ranks for kind in KINDS
+            percent_off(one.measured[kind], one.estimated[kind])
+            for one in ranks
+            for kind in TENSORS
+            if one.estimated[kind]
         )
         bars.append(Bar(f"learner's tensors, {name}: off the plan", off, "%", MOST_OFF))
         if changed is _LARGE:
@@ -97,7 +100,7 @@ def learner_bars() -> list[Bar]:
 
 def growth_off(one: MeasuredRank) -> float:
     """Return how far the growth of a rank's process is from the bytes of its tensors."""
-    model = sum(one.estimated[kind] for kind in KINDS)
+    model = sum(one.estimated[kind] for kind in TENSORS)
     before = one.estimated[RSS] - model
     return percent_off(one.measured[RSS] - before, model)
 

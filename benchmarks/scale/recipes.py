@@ -143,7 +143,6 @@ def _settings(recipe: Recipe, layout: dict[str, Any]) -> LearnerSettings:
     learner = {
         **layout,
         "recompute": "full",
-        "distributed_optimizer": True,
         "optimizer_offload_fraction": 1.0,
         "max_tokens_per_microbatch": recipe.max_tokens,
     }

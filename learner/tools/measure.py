@@ -32,7 +32,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Measurement of one rank, in bytes."""
 
     stage: int
-    tensors: dict[str, int]  # weights, gradients, optimizer
+    tensors: dict[str, int]  # bytes by kind: Trainable.held_bytes
     rss_before: int  # process with its libraries and groups, without a model
     rss_after: int  # process after one update
 

@@ -132,10 +132,10 @@ def put_steps_in_place(optimizer: MegatronOptimizer) -> None:
                     state["step"] = state["step"].to(place, torch.float32)
 
 
-def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the weights that the optimizer updates on the device, and their state.
+def optimizer_tensors(optimizer: MegatronOptimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights that the optimizer updates on the device, and their moments and counts.
 
-    Each tensor comes once: a hybrid optimizer has the weights in its state, too.
+    A hybrid optimizer has the weights in its state, too; they come once.
     """
     inners = [
         inner.gpu_optimizer if isinstance(inner, HybridDeviceOptimizer) else inner
@@ -145,7 +145,8 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     weights = [w for inner in inners for group in inner.param_groups for w in group["params"]]
     states = [state for inner in inners for state in inner.state.values()]
     values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return list({id(tensor): tensor for tensor in weights + values}.values())
+    known = {id(weight) for weight in weights}
+    return weights, [value for value in values if id(value) not in known]
 
 
 @torch.no_grad()

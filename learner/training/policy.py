@@ -193,11 +193,8 @@ class Policy(Trainable[PolicyOutputs]):
     def renew_reference(self) -> None:
         """Make the reference policy equal to the policy."""
         if self.reference is not None:
+            self.bring_weights()
             self.reference.renew(self.model, self.weights)
-
-    def bring_weights(self) -> None:
-        """Bring the weights of ``model`` to the device, for others to read."""
-        self._offload.use(self.weights)
 
     @override
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:

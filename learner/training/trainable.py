@@ -54,10 +54,13 @@ LossFunction = Callable[[int, PackedBatch, Output], tuple[Tensor, Sums]]
 class Trainable(Head[Output]):
     """A Megatron model with its optimizer. The loss is normalized globally by the caller.
 
-    A subclass turns hidden states into inputs of a loss.
+    A subclass turns hidden states into inputs of a loss. Where several ranks hold the same weights,
+    each updates a part of them: gradients are summed while the backward pass computes others, and
+    updated parts are gathered by the next passes, layer by layer, or by ``bring_weights``.
     """
 
     prefix: ClassVar[str] = ""  # starts the names of its tensors in a checkpoint
+    bucket_parameters: ClassVar[int | None] = None  # exchanged at a time; None is Megatron's choice
 
     def __init__(
         self,
@@ -83,11 +86,25 @@ class Trainable(Head[Output]):
             )
         self.model = model
         self.replicas = Replicas(topology)
-        self.divides_optimizer = settings.distributed_optimizer
         self._topology = topology
-        self._chunks = _wrapped_chunks(model, settings)
+        has_copies = topology.sizes.has_copies(
+            topology.world_size, has_experts=model.config.num_moe_experts is not None
+        )
+        # A hybrid optimizer has this form on any number of ranks.
+        self.divides_optimizer = has_copies or settings.optimizer_offload_fraction > 0
+        # Adapters are small, and read outside of the modules whose hooks wait for weights.
+        self._gathers_late = has_copies and model.adapters is None
+        self._is_scattered = False  # True if other ranks' parts of the weights are yet to come
+        exchanges = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.divides_optimizer,
+            overlap_grad_reduce=has_copies,
+            overlap_param_gather=self._gathers_late,
+            bucket_size=self.bucket_parameters,
+        )
+        self._chunks = _wrapped_chunks(model, exchanges)
         self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
-        self._optimizer = _optimizer_of(self._chunks, settings, model.config)
+        self._optimizer = _optimizer_of(self._chunks, settings, model.config, exchanges)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
         take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
@@ -102,15 +119,16 @@ class Trainable(Head[Output]):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the sizes of this rank's tensors: weights, gradients, optimizer.
+        """Return the bytes of this rank's tensors: weights, gradients, main weights, moments.
 
-        Tensors on the host do not count. The optimizer's size is that after an update, without the
-        model's own weights.
+        Tensors on the host do not count. Main weights are the optimizer's own, in float32; they and
+        moments are those after an update.
         """
         return {
             "weights": _num_bytes(self.model.parameters()),
             "gradients": _num_bytes(self._gradient_buffers()),
-            "optimizer": _num_bytes(self._optimizer_state()),
+            "main weights": _num_bytes(self._main_weights()),
+            "moments": _num_bytes(optimizer_tensors(self._optimizer)[1]),
         }
 
     def _gradient_buffers(self) -> list[Tensor]:
@@ -120,11 +138,19 @@ class Trainable(Head[Output]):
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
 
+    def _main_weights(self) -> list[Tensor]:
+        """Return the optimizer's own weights; none where it updates the model's."""
+        own = {storage_id(weight) for weight in self.model.parameters()}
+        weights, _ = optimizer_tensors(self._optimizer)
+        return [weight for weight in weights if storage_id(weight) not in own]
+
     def _optimizer_state(self) -> list[Tensor]:
         """Return the optimizer's tensors besides the model's weights."""
-        own = {storage_id(weight) for weight in self.model.parameters()}
-        held = optimizer_tensors(self._optimizer)
-        return [tensor for tensor in held if storage_id(tensor) not in own]
+        return self._main_weights() + optimizer_tensors(self._optimizer)[1]
+
+    def bring_weights(self) -> None:
+        """Bring the weights of ``model`` to the device, all of them; every rank calls this."""
+        self._use_whole_weights()
 
     def end_step(self) -> None:
         """Move the schedule on by one learner step, however many updates it held."""
@@ -132,7 +158,7 @@ class Trainable(Head[Output]):
 
     def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return weights, optimizer and schedule as Megatron's sharded state."""
-        self._offload.use(self.weights, self._state)
+        self._use_whole_weights(self._state)
         model = self.model.sharded_state_dict(prefix=self.prefix)
         if is_loading:
             begin_steps(self._optimizer)
@@ -144,7 +170,7 @@ class Trainable(Head[Output]):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state read for ``sharded_state``; settings of this run stay."""
-        self._offload.use(self.weights, self._state)
+        self._use_whole_weights(self._state)
         self.model.load_state_dict(state["model"], self.prefix)
         groups = self._optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -157,7 +183,9 @@ class Trainable(Head[Output]):
     def forward(self, batches: Sequence[PackedBatch]) -> list[Output]:
         """Return the outputs per microbatch."""
         self._offload.use(self.weights)
-        return self.passes.forward(batches)
+        outputs = self.passes.forward(batches)
+        self._is_scattered = False
+        return outputs
 
     def update(
         self,
@@ -197,6 +225,7 @@ class Trainable(Head[Output]):
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
         self._offload.use(self.weights, self._gradients, self._state)
         step_with(self._optimizer, norm, is_bad)
+        self._is_scattered = self._gathers_late
         summed = self._summed(totals)
         *values, grad_norm, any_bad = torch.stack([*summed.values(), norm, is_bad]).tolist()
         figures = dict(zip(summed, values, strict=True))
@@ -205,6 +234,13 @@ class Trainable(Head[Output]):
                 f"the loss is {figures['loss']:g}, the norm of its gradient {grad_norm:g}"
             )
         return figures, grad_norm
+
+    def _use_whole_weights(self, *beside: Tenant) -> None:
+        self._offload.use(self.weights, *beside)
+        if self._is_scattered:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._is_scattered = False
 
     def _summed(self, totals: Sums) -> Sums:
         """Return the sums of all replicas, on every pipeline stage."""
@@ -216,18 +252,16 @@ class Trainable(Head[Output]):
         return self.replicas.combined(totals)
 
 
-def _wrapped_chunks(model: RankModel, settings: LearnerSection) -> list[DistributedDataParallel]:
+def _wrapped_chunks(
+    model: RankModel, exchanges: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
     """Return a model's chunks with buffers for their gradients, equal on all replicas."""
     config = model.config
     config.finalize_model_grads_func = _finalize
     chunks = [
         DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=settings.distributed_optimizer,
-                overlap_grad_reduce=settings.overlap_grad_reduce,
-            ),
+            exchanges,
             Float16Module(config, chunk) if config.bf16 else chunk,
             disable_bucketing=number > 0,
         )
@@ -235,13 +269,16 @@ def _wrapped_chunks(model: RankModel, settings: LearnerSection) -> list[Distribu
     ]
     for chunk in chunks:
         chunk.broadcast_params()
-    if settings.overlap_grad_reduce:
+    if exchanges.overlap_grad_reduce:
         _overlap(config, chunks)
     return chunks
 
 
 def _optimizer_of(
-    chunks: list[DistributedDataParallel], settings: LearnerSection, config: TransformerConfig
+    chunks: list[DistributedDataParallel],
+    settings: LearnerSection,
+    config: TransformerConfig,
+    exchanges: DistributedDataParallelConfig,
 ) -> MegatronOptimizer:
     share_on_host = settings.optimizer_offload_fraction
     optimizer = get_megatron_optimizer(
@@ -256,7 +293,8 @@ def _optimizer_of(
             clip_grad=settings.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=settings.distributed_optimizer,
+            use_distributed_optimizer=exchanges.use_distributed_optimizer,
+            overlap_param_gather=exchanges.overlap_param_gather,
             optimizer_cpu_offload=share_on_host > 0,
             optimizer_offload_fraction=share_on_host,
             overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,

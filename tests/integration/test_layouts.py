@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.learner.config import LearnerSection
 from tests.support.families import write_family
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_models import write_tiny_model
@@ -78,12 +79,7 @@ SLOW = [
         TIED,
         {"tensor_parallel": 2, "pipeline_parallel": 2, "offload": OFFLOAD},
     ),
-    Layout(
-        "ep2-divided-offload",
-        2,
-        EXPERTS,
-        {"expert_parallel": 2, "distributed_optimizer": True, "offload": OFFLOAD},
-    ),
+    Layout("ep2-offload", 2, EXPERTS, {"expert_parallel": 2, "offload": OFFLOAD}),
     layout("tp2", 2, TIED, tensor=2),
     Layout("tp2-whole-tokens", 2, DENSE, {"tensor_parallel": 2, "sequence_parallel": False}),
     layout("dp2", 2, TIED),
@@ -103,19 +99,8 @@ SLOW = [
     layout("pp2-dp2", 4, DENSE, pipeline=2),
     layout("tp2-pp2", 4, DENSE, tensor=2, pipeline=2),
     layout("tp2-pp2-cp2", 8, DENSE, tensor=2, pipeline=2, context=2),
-    Layout("dp2-divided", 2, DENSE, {"distributed_optimizer": True, "overlap_grad_reduce": True}),
-    Layout("dp4-ep2-overlap", 4, EXPERTS, {"expert_parallel": 2, "overlap_grad_reduce": True}),
-    Layout(
-        "pp2-chunks2-overlap",
-        4,
-        DENSE,
-        {
-            "pipeline_parallel": 2,
-            "interleaved_chunks": 2,
-            "overlap_grad_reduce": True,
-            "distributed_optimizer": True,
-        },
-    ),
+    layout("dp4-ep2", 4, EXPERTS, expert=2),
+    Layout("pp2-chunks2-dp2", 4, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
     Layout("pp4-hosts4", 4, DENSE, {"pipeline_parallel": 4, "ranks_per_node": 1}),
     Layout("recompute", 1, DENSE, {"recompute": "full"}),
     Layout("recompute-two", 1, DENSE, {"recompute": "full", "recompute_layers": 2}),
@@ -126,13 +111,12 @@ SLOW = [
         {"recompute": "selective", "recompute_modules": ["mlp", "core_attn"]},
     ),
     Layout(
-        "tp2-ep2-divided-recompute",
+        "tp2-ep2-recompute",
         4,
         EXPERTS,
         {
             "tensor_parallel": 2,
             "expert_parallel": 2,
-            "distributed_optimizer": True,
             "recompute": "selective",
             "recompute_modules": ["moe"],
         },
@@ -231,7 +215,13 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     # The reference policy is beside the folder of the ranks.
     (tmp_path / "reference").symlink_to(one.work.parent / "reference")
     outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
-    for report in reports(work, laid_out.ranks):
+    section = LearnerSection(ranks=laid_out.ranks, **laid_out.learner)
+    has_experts = laid_out.family in {EXPERTS, LATENT}
+    overlaps = section.sizes.has_copies(section.ranks, has_experts=has_experts)
+    for rank, report in enumerate(reports(work, laid_out.ranks)):
+        assert report["overlaps"] == [overlaps, overlaps]
+        if overlaps and section.sizes.place(rank, section.ranks).stage == 0:
+            assert report["buckets"] > 1, "nothing waits for a bucket but the first"
         assert report["logprobs"] == pytest.approx(one.report["logprobs"], abs=3e-5)
         assert report["renewed"] < 3e-5, "a renewed reference is the policy"
         assert report["published"] == [], "the memory does not hold what was exported"

@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Replays, Path]:
 
 
 SLOW = ("one", "tp2-pp2")
-DIVIDED = ("learner.ranks=2", "learner.distributed_optimizer=true")
+DIVIDED = ("learner.ranks=2",)
 
 
 @pytest.mark.slow  # the same, of weights in float32, below

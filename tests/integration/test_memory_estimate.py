@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.deploy.predict.memory.learner_rank import TENSORS
 from tests.e2e.hosts import toml_of
 from tests.support.commands import called as command
 from tests.support.tiny_models import write_tiny_model
@@ -23,19 +24,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "tp2": ("qwen2", {"ranks": 2, "tensor_parallel": 2}),
     "pp2-tied": ("qwen2", {"ranks": 2, "pipeline_parallel": 2}),
     "ep2": ("qwen3_moe", {"ranks": 2, "expert_parallel": 2}),
-    "dp2-distributed": ("qwen3", {"ranks": 2, "distributed_optimizer": True}),
-    "dp2-distributed-bfloat16": (
-        "qwen3",
-        {"ranks": 2, "distributed_optimizer": True, "dtype": "bfloat16"},
-    ),
-    "tp2-ep2-distributed": (
-        "qwen3_moe",
-        {"ranks": 4, "tensor_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
-    ),
+    "dp2": ("qwen3", {"ranks": 2, "dtype": "bfloat16"}),
+    "dp4": ("qwen3", {"ranks": 4, "dtype": "bfloat16"}),
+    "dp8": ("qwen3", {"ranks": 8, "dtype": "bfloat16"}),
+    "dp2-float32": ("qwen3", {"ranks": 2}),
+    "tp2-ep2-dp2": ("qwen3_moe", {"ranks": 4, "tensor_parallel": 2, "expert_parallel": 2}),
 }
-# In `make test` one of each kind of division.
-# pp2-tied and dp2-distributed have two ranks and every kind of tensor; the rest is of their kind.
-SLOW = LAYOUTS.keys() - {"pp2-tied", "dp2-distributed"}
+# In `make test` stages, and replicas with every kind of tensor; the rest is of their kind.
+SLOW = LAYOUTS.keys() - {"pp2-tied", "dp2", "dp4", "dp8"}
 
 
 def called(
@@ -76,13 +72,16 @@ def test_tensors_are_as_estimated_within_2_percent(name: str, tmp_path: Path):
     if name == "pp2-tied":
         assert [one["stage"] for one in ranks] == [0, 1]
     for one in ranks:
-        for kind in ("weights", "gradients", "optimizer"):
-            assert one["measured"][kind] == pytest.approx(one["estimated"][kind], rel=0.02), kind
-        if "distributed_optimizer" not in learner:
+        for kind in TENSORS:
+            estimated = one["estimated"][kind]
+            assert one["measured"][kind] == pytest.approx(estimated, rel=0.02), kind
+            if kind == "main weights":
+                assert (estimated > 0) == (learner.get("dtype") == "bfloat16")
+        if not name.startswith("dp"):
             assert one["measured"]["weights"] == one["estimated"]["weights"]
 
 
-HOST = {"distributed_optimizer": True, "dtype": "bfloat16", "optimizer_offload_fraction": 1.0}
+HOST = {"dtype": "bfloat16", "optimizer_offload_fraction": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +94,9 @@ def test_a_process_grows_as_estimated_within_10_percent(
     changed = {"vocab_size": 300_000, "tie_word_embeddings": False}  # 38M parameters, 614 MB
     (one,) = ranks_of(called(tmp_path, "llama", learner, **changed))
     estimated, measured = one["estimated"], one["measured"]
-    model = sum(estimated[kind] for kind in ("weights", "gradients", "optimizer"))
+    model = sum(estimated[kind] for kind in TENSORS)
     if on_host:
-        assert estimated["optimizer"] == measured["optimizer"] == 0
+        assert estimated["moments"] == measured["moments"] == measured["main weights"] == 0
         model += on_host * estimated["weights"] / 2
     assert model > 600e6
     before = estimated["process (RSS)"] - model

@@ -15,7 +15,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "tensor": (2, {"tensor_parallel": 2}),
     "pipeline": (2, {"pipeline_parallel": 2}),
     "context": (2, {"context_parallel": 2}),
-    "data": (2, {"distributed_optimizer": True}),
+    "data": (2, {}),
 }
 
 

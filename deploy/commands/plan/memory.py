@@ -20,11 +20,11 @@ from slipstream.deploy.launch.ranks import run_ranks
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import (
     HOST_OPTIMIZER,
+    TENSORS,
     MemoryPart,
     learner_stages,
     total_bytes,
 )
-from slipstream.deploy.predict.memory.offloaded import KINDS
 from slipstream.deploy.predict.size.options import policies_beside, run_and_shape
 from slipstream.deploy.terminal.console import make_console, plain_table
 from slipstream.learner.model.division import refuse_layout
@@ -141,7 +141,7 @@ def with_estimate(
 ) -> MeasuredRank:
     """Return the measurement of a rank, joined with the estimate of its stage."""
     parts = {part.what: part.num_bytes for part in stages[found.stage]}
-    held = {kind: parts[kind] for kind in KINDS}  # what is measured tensor by tensor
+    held = {kind: parts[kind] for kind in TENSORS}  # what is measured tensor by tensor
     process = found.rss_before + sum(held.values()) + parts.get(HOST_OPTIMIZER, 0.0)
     return MeasuredRank(
         rank=rank,

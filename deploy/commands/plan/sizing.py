@@ -242,7 +242,6 @@ def settings_lines(best: SplitForecast) -> list[str]:
         "learner.ranks": learner.ranks,
         "learner.ranks_per_node": learner.ranks_per_node,
         **{f"learner.{name}": getattr(learner, name) for name in _PARALLEL},
-        "learner.distributed_optimizer": "true",
         "learner.optimizer_offload_fraction": learner.optimizer_offload_fraction,
         "learner.recompute": f'"{learner.recompute}"',
     }

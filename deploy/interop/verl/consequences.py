@@ -106,12 +106,6 @@ def _offload(settings: Settings, keys: VerlKeys) -> Iterator[TranslatedKey]:
     offload = listed if isinstance(listed, list) else []
     idle = []  # what need not be in the list
     if _number(settings, "learner.optimizer_offload_fraction"):
-        if settings.get("learner.distributed_optimizer") is False:
-            yield _follows(
-                f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload",
-                {"learner.distributed_optimizer": True},
-                "learner.optimizer_offload_fraction needs it",
-            )
         idle.append("optimizer")
         if "optimizer" in offload:
             yield _follows(

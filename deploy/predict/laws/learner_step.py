@@ -1,6 +1,7 @@
 """Pure: the seconds of a learner step in one layout, part by part, by a stated law.
 
-Nothing overlaps, and messages between pipeline stages are left out. Letters:
+Parts are added up, though replicas exchange during computation; messages between pipeline stages
+are left out. Letters:
 
     F    FLOPs of training on the step's trajectories (wire/models/flops.py), as if none shared a
          prompt
@@ -17,11 +18,7 @@ from dataclasses import dataclass
 
 from slipstream.deploy.predict.laws.figure import Figure
 from slipstream.deploy.predict.laws.gpus import Cluster
-from slipstream.deploy.predict.memory.learner_rank import (
-    copies_of,
-    rank_parameters,
-    updated_parameters,
-)
+from slipstream.deploy.predict.memory.learner_rank import rank_parameters, updated_parameters
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.division import stage_layers
 from slipstream.wire.models.flops import SequenceCost, num_multiplied_parameters
@@ -192,7 +189,7 @@ def _updates(hf: HfConfig, settings: LearnerSettings, cluster: Cluster) -> list[
     of_stage = learner.ranks // learner.pipeline_parallel
     owns = [rank_parameters(hf, learner, stage) for stage in range(learner.pipeline_parallel)]
     own = max(owns, key=lambda stage: stage.count)
-    copies, of_experts = copies_of(learner)
+    copies, of_experts = learner.sizes.copies(learner.ranks)
     sent = (_GRADIENT + _ELEMENT) * (
         own.dense * (copies - 1) / copies + own.expert * (of_experts - 1) / of_experts
     )

@@ -17,6 +17,7 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token
 from slipstream.deploy.predict.memory.learner_rank import (
     HOST_OPTIMIZER,
+    TENSORS,
     MemoryPart,
     adapter_parameters,
     learner_stages,
@@ -70,7 +71,7 @@ def _learner_memory(
     each = learner.ranks // learner.pipeline_parallel
     here = [stages[rank // each] for rank in range(ranks)]
     kinds = {
-        "learner": ("weights", "gradients", "optimizer", HOST_OPTIMIZER),
+        "learner": (*TENSORS, HOST_OPTIMIZER),
         "activations": ("activations", "logits", "last hidden states", "one gradient"),
         "frozen policies": ("frozen policies",),
         "critic": ("critic",),

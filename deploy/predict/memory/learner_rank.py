@@ -39,6 +39,7 @@ CUDA_CHUNK_BYTES = 512 * 2**20  # equal to the same module
 MIN_CHUNK_COLUMNS = 1024  # equal to the same module
 KEPT_BYTES = 512 * 2**20  # equal to the same module
 HOST_OPTIMIZER = "optimizer on the host"
+TENSORS = ("weights", "gradients", "main weights", "moments")  # what a rank holds between passes
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM = "decoder.final_layernorm.weight"
 
@@ -190,7 +191,7 @@ def _stage(
         trained = adapter_parameters(hf, learner, settings.lora.facts(), stage)
         what = "N_a"
     element = element_bytes(learner, on_gpu=on_gpu)
-    state, state_formula = _optimizer(trained, learner, element)
+    state = _optimizer(trained, learner, element)
     working = [
         _activations(hf, learner, stage, element),
         *_last_stage(
@@ -207,10 +208,11 @@ def _stage(
     parts = [
         MemoryPart("weights", element * all_weights, _weights_formula(element, settings.lora)),
         MemoryPart("gradients", 4 * trained.count, f"4 {what}, float32"),
-        MemoryPart("optimizer", state, state_formula),
+        *state,
         *working,
     ]
-    held = [OffloadedBytes(POLICY, part.what, part.num_bytes) for part in parts[:3]]
+    kinds = [parts[0].num_bytes, parts[1].num_bytes, total_bytes(state)]
+    held = list(map(OffloadedBytes, repeat(POLICY), KINDS, kinds))
     if on_gpu:
         relay = 4.0 * settings.weightbus.bucket_bytes if stage == 0 else 0.0
         law = "4 weightbus.bucket_bytes on rank 0, over NCCL; versions are on the host"
@@ -256,9 +258,10 @@ def _critic(
 ) -> tuple[list[float], str]:
     """Return the bytes of a critic's weights, gradients and optimizer, and the law of their sum."""
     own = rank_parameters(hf, learner, stage, is_critic=True)
-    state, state_law = _optimizer(own, learner, element)
-    law = f"{element} N + 4 N + {state_law.partition(',')[0]}, N of the critic"
-    return [element * own.count, 4 * own.count, state], law
+    state = _optimizer(own, learner, element)
+    laws = [part.formula.partition(",")[0] for part in state if part.num_bytes]
+    law = f"{' + '.join([f'{element} N + 4 N', *laws])}, N of the critic"
+    return [element * own.count, 4 * own.count, total_bytes(state)], law
 
 
 def _weights_formula(element: int, lora: LoraSection) -> str:
@@ -272,18 +275,20 @@ def element_bytes(learner: LearnerSection, *, on_gpu: bool) -> int:
     return 2 if learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu) else 4
 
 
-def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> tuple[float, str]:
-    """Return the bytes of the optimizer's state, and their formula."""
-    moments = 2 if learner.moments_dtype == "bfloat16" else 4
-    each: float = 2 * moments + (4 if element == 2 else 0)
-    what = "float32 weights, two moments" if element == 2 else "two moments"
-    if learner.optimizer_offload_fraction:
-        each *= 1 - learner.optimizer_offload_fraction
-        what += f"; {learner.optimizer_offload_fraction:g} of it is on the host"
-    if not learner.distributed_optimizer:
-        return each * own.count, f"{each:g} N, {what}"
-    count, formula = _divided(own, learner, f"{each:g}", what)
-    return each * count, formula
+def _optimizer(own: RankParameters, learner: LearnerSection, element: int) -> list[MemoryPart]:
+    """Return the optimizer's state: weights in float32, where others are narrow, and moments."""
+    away = learner.optimizer_offload_fraction
+    on_host = f"; {away:g} of it is on the host" if away else ""
+    sizes = {"main weights": 4 if element == 2 else 0, "moments": 8}
+    if learner.moments_dtype == "bfloat16":
+        sizes["moments"] = 4
+    parts = []
+    for kind, size in sizes.items():
+        each = size * (1 - away)
+        what = ("float32" if kind == "main weights" else "two moments") + on_host
+        count, formula = _divided(own, learner, f"{each:g}", what)
+        parts.append(MemoryPart(kind, each * count, formula))
+    return parts
 
 
 def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
@@ -294,21 +299,15 @@ def host_optimizer(own: RankParameters, learner: LearnerSection) -> MemoryPart:
     return MemoryPart(HOST_OPTIMIZER, each * count, formula)
 
 
-def copies_of(learner: LearnerSection) -> tuple[int, int]:
-    """Return how many ranks hold a rank's dense weights, and how many hold its experts."""
-    sizes, of_stage = learner.sizes, learner.ranks // learner.pipeline_parallel
-    return of_stage // sizes.tensor, of_stage // (sizes.expert * sizes.expert_tensor)
-
-
 def updated_parameters(own: RankParameters, learner: LearnerSection) -> int:
     """Return how many parameters a rank updates with a distributed optimizer."""
-    dense, expert = copies_of(learner)
+    dense, expert = learner.sizes.copies(learner.ranks)
     return -(-own.dense // dense) + -(-own.expert // expert)
 
 
 def _divided(own: RankParameters, learner: LearnerSection, each: str, what: str) -> tuple[int, str]:
     """Return the parameters of a divided optimizer's state on a rank, and the formula."""
-    dense, expert = copies_of(learner)
+    dense, expert = learner.sizes.copies(learner.ranks)
     count = updated_parameters(own, learner)
     if own.expert:
         return count, f"{each} (D / d + E / d'), {what}; d = {dense}, d' = {expert}"

@@ -28,9 +28,7 @@ _DECIDED = frozenset(
         "recompute_modules",
         "recompute_layers",
         "optimizer_offload_fraction",
-        "distributed_optimizer",
         "sequence_parallel",
-        "overlap_grad_reduce",
     }
 )
 _STAGES = ("num_layers_in_", "account_for_")  # prefixes in learner.megatron that divide layers
@@ -98,13 +96,7 @@ def accepted(
         for name, value in given.get("megatron", {}).items()
         if not name.startswith(_STAGES)
     }
-    learner = {
-        **given,
-        "megatron": megatron,
-        "distributed_optimizer": True,
-        **asdict(division),
-        **saving,
-    }
+    learner = {**given, "megatron": megatron, **asdict(division), **saving}
     try:
         settings = learner_settings({**table, "learner": learner})
         refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)

@@ -26,23 +26,11 @@ KINDS = ("weights", "gradients", "optimizer")
 SETTINGS: dict[str, dict[str, object]] = {
     "plain": {},
     "all": {"offload": KINDS},
-    "divided": {"distributed_optimizer": True},
-    "all-divided": {"offload": KINDS, "distributed_optimizer": True},
-    "half-bfloat16": {
-        "optimizer_offload_fraction": 0.5,
-        "distributed_optimizer": True,
-        "dtype": "bfloat16",
-    },
-    "whole-bfloat16": {
-        "optimizer_offload_fraction": 1.0,
-        "distributed_optimizer": True,
-        "dtype": "bfloat16",
-    },
+    "half-bfloat16": {"optimizer_offload_fraction": 0.5, "dtype": "bfloat16"},
+    "whole-bfloat16": {"optimizer_offload_fraction": 1.0, "dtype": "bfloat16"},
     "narrow": {"moments_dtype": "bfloat16"},
     "all-narrow": {"moments_dtype": "bfloat16", "offload": KINDS},
-    "divided-narrow": {"moments_dtype": "bfloat16", "distributed_optimizer": True},
     "narrow-bfloat16": {"moments_dtype": "bfloat16", "dtype": "bfloat16"},
-    "divided-bfloat16": {"distributed_optimizer": True, "dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},
     "all-bfloat16": {"offload": KINDS, "dtype": "bfloat16"},
     **{kind: {"offload": (kind,)} for kind in KINDS},
@@ -111,7 +99,7 @@ def main(folder: Path, work: Path) -> None:
         report[name] = {
             "figures": figures,
             "held": list(held),
-            "held bytes": policy.held_bytes()["optimizer"],
+            "held bytes": sum(policy.held_bytes()[kind] for kind in ("main weights", "moments")),
             "hybrid optimizers": hybrids,
         }
         save_hf_folder(policy.model, work / name, folder)
@@ -125,7 +113,7 @@ def _held(policy: "Policy") -> set[str]:
     assert policy.reference is not None
     models = {"policy": policy, "critic": policy.critic}
     kinds = {
-        f"{name} {kind}"
+        f"{name} {'optimizer' if kind in {'main weights', 'moments'} else kind}"
         for name, model in models.items()
         for kind, num_bytes in model.held_bytes().items()
         if num_bytes > 1000  # counts of updates are on the host at all times

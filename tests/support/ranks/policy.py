@@ -288,8 +288,10 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
+    from slipstream.learner.training.trainable import Trainable
     from slipstream.wire.models.hf_config import load_hf_config
 
+    Trainable.bucket_parameters = 20_000  # a tiny model fits into one bucket of the usual size
     hf = load_hf_config(folder)
     everything = with_experts(train_sequences(), hf)
     plans, minibatches = planned(everything, learner, topology, minibatches=2, max_tokens=24)
@@ -300,6 +302,9 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         settings = settings_of(folder, learner, algo, replay=replay)
         policy = build_policy(settings, algorithm_of(settings), topology)
         if name == "default":  # one pack of all, for a comparison with the plain formula
+            how = policy._chunks[0].ddp_config
+            report["overlaps"] = [how.overlap_grad_reduce, how.overlap_param_gather]
+            report["buckets"] = len(policy._chunks[0].bucket_groups)
             together = pack(everything, device.device())
             report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
             if world_size == 1:

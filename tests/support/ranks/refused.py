@@ -29,18 +29,14 @@ SETTINGS: dict[str, dict[str, object]] = {
     "unclipped": {"clip_grad": 0.0},
     "narrow": {"moments_dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},
-    "divided": {"distributed_optimizer": True, "dtype": "bfloat16"},
-    "half on the host": {
-        "optimizer_offload_fraction": 0.5,
-        "distributed_optimizer": True,
-        "dtype": "bfloat16",
-    },
+    "half on the host": {"optimizer_offload_fraction": 0.5, "dtype": "bfloat16"},
 }
 Kept = dict[str, list[Tensor]]
 
 
 def kept(policy: "Policy") -> Kept:
     """Return copies of what an update changes."""
+    policy.bring_weights()
     from slipstream.learner.training.optimizer import _updating
 
     found: Kept = {"weights": list(policy.model.parameters())}

@@ -64,27 +64,15 @@ def test_settings_of_the_optimizer_that_cannot_be_are_refused(run: Table):
             r"moments_dtype = \"bfloat16\" needs learner\.adam_beta2 <= 0\.99, got 0\.999",
         ),
         (
-            {"optimizer_offload_fraction": 0.5},
-            r"= 0\.5 needs learner\.distributed_optimizer = true .* got false",
-        ),
-        (
-            {"optimizer_offload_fraction": 1.0, "distributed_optimizer": True, "dtype": "float32"},
+            {"optimizer_offload_fraction": 1.0, "dtype": "float32"},
             r"= 1 needs weights in bfloat16, got learner\.dtype = \"float32\"",
         ),
         (
-            {
-                "optimizer_offload_fraction": 0.5,
-                "distributed_optimizer": True,
-                "offload": ["optimizer"],
-            },
+            {"optimizer_offload_fraction": 0.5, "offload": ["optimizer"]},
             r"learner\.offload has \"optimizer\", .*set one of them",
         ),
         (
-            {
-                "optimizer_offload_fraction": 0.5,
-                "distributed_optimizer": True,
-                "moments_dtype": "bfloat16",
-            },
+            {"optimizer_offload_fraction": 0.5, "moments_dtype": "bfloat16"},
             r"moments_dtype = \"bfloat16\" cannot be had with .*_fraction = 0\.5",
         ),
         ({"offload": ["activations"]}, 'each one of "weights".*got ."activations".'),

@@ -88,16 +88,13 @@ TOPIC.setting(
     "learner.sequence_parallel",
     rules.switch,
 )
-TOPIC.setting(
+TOPIC.dropped(
     each(MEGATRON, "use_distributed_optimizer override_ddp_config.use_distributed_optimizer")
-    + f" {_TRANSFORMER}.use_distributed_optimizer",
-    "learner.distributed_optimizer",
-    rules.switch,
-    "off by default; verl's Megatron has it on, and FSDP divides the optimizer, too",
-    default=True,
-)
-_megatron.setting(
-    "override_ddp_config.overlap_grad_reduce", "learner.overlap_grad_reduce", rules.switch
+    + f" {_TRANSFORMER}.use_distributed_optimizer "
+    + each(
+        MEGATRON, "override_ddp_config.overlap_grad_reduce override_ddp_config.overlap_param_gather"
+    ),
+    "always done by ranks that hold the same weights",
 )
 
 # ---- memory --------------------------------------------------------------------

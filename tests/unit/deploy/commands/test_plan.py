@@ -58,7 +58,6 @@ def test_the_settings_that_it_names_can_be_used(settings: Path):
     again = [line.replace(" = ", "=") for line in lines]
     asked = sizing.asked_of(arguments(settings, *MODEL, *again))
     assert asked.gpus <= 16
-    assert asked.config.learner.learner.distributed_optimizer
 
 
 def test_json_has_numbers_with_their_laws(settings: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from slipstream.deploy.commands.plan.memory import (
     refuse_too_large,
     with_estimate,
 )
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.deploy.predict.memory.learner_rank import TENSORS, MemoryPart
 from slipstream.learner.tools.measure import Measured
 from slipstream.wire.errors import ConfigError
 from tests.unit.deploy.launch.test_plan import architecture
@@ -43,15 +43,16 @@ def test_what_a_host_cannot_hold_is_not_measured():
 
 
 def test_what_was_measured_stands_beside_the_estimate_of_its_stage():
-    parts = [MemoryPart(what, 10 * 2**20, "") for what in ("weights", "gradients", "optimizer")]
+    parts = [MemoryPart(what, 10 * 2**20, "") for what in TENSORS]
     found = Measured(
         stage=1,
-        tensors={"weights": 10 * 2**20, "gradients": 11 * 2**20, "optimizer": 0},
+        tensors={"weights": 10 * 2**20, "gradients": 11 * 2**20, "main weights": 0, "moments": 0},
         rss_before=70 * 2**20,
         rss_after=110 * 2**20,
     )
     parts[2:] = [
-        MemoryPart("optimizer", 0, ""),
+        MemoryPart("main weights", 0, ""),
+        MemoryPart("moments", 0, ""),
         MemoryPart("optimizer on the host", 10 * 2**20, ""),
     ]
     one = with_estimate(3, found, [[], parts])
@@ -60,5 +61,5 @@ def test_what_was_measured_stands_beside_the_estimate_of_its_stage():
     print_measured([one], console)
     lines = [line.split() for line in printed(console).splitlines()]
     assert ["3", "1", "gradients", "10.00", "11.00", "1.100"] in lines
-    assert ["3", "1", "optimizer", "0.00", "0.00", "-"] in lines
+    assert ["3", "1", "moments", "0.00", "0.00", "-"] in lines
     assert ["3", "1", "process", "(RSS)", "100.00", "110.00", "1.100"] in lines

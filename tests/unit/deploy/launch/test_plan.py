@@ -179,7 +179,9 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     hf = load_hf_config(tmp_path)
     parts = {part.what: part.num_bytes for part in learner_memory(hf, config.learner)}
     copied = 36 * (2 * 4096 + 2 * 128) + 4096  # norms: of layers, of queries and keys, the last
-    assert parts["optimizer"] == 12 * ((hf.num_parameters - copied) / 8 + copied)
+    assert parts["main weights"] + parts["moments"] == 12 * (
+        (hf.num_parameters - copied) / 8 + copied
+    )
 
 
 def test_the_learner_is_judged_by_the_stage_that_needs_most(tmp_path: Path):
@@ -225,7 +227,7 @@ def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     assert "5 processes on 1 host" in text
     assert "CUDA_VISIBLE_DEVICES=0" in text
     assert "-m slipstream.learner.main --config resolved.toml" in text
-    assert "12 N, float32 weights" in text
+    assert "8 N / d, two moments; d = 1" in text
     assert "learner and generator on one GPU" in text
     assert "NOT fit" not in text
 

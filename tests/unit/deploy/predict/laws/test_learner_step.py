@@ -14,8 +14,7 @@ FLOPS = 256 * SequenceCost.of(QWEN).flops(2000)
 
 
 def settings(**learner: object) -> LearnerSettings:
-    given = {"distributed_optimizer": True, **learner}
-    return config_of("Qwen3-30B-A3B", learner=given).learner
+    return config_of("Qwen3-30B-A3B", learner=learner).learner
 
 
 def seconds(work: Work = WORK, **learner: object) -> dict[str, float]:

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from slipstream.deploy.config import run_config
 from slipstream.deploy.predict.memory.host import (
     checkpoint_bytes,
@@ -36,8 +38,8 @@ def test_the_parts_of_a_host_on_the_cpu(tmp_path: Path):
     found = {part.what: part.num_bytes for part in parts}
     assert found.pop("activations") > 0
     assert found == {
-        "learner": 16 * held,
-        "critic": 16 * critic,
+        "learner": 12 * held,
+        "critic": pytest.approx(12 * critic, rel=1e-4),
         "frozen policies": 4 * held,
         "engines' weights": 3 * 4 * count,
         "engines' caches": 3 * 1000 * kv,

@@ -10,6 +10,7 @@ from slipstream.algos.section import AlgoSection
 from slipstream.deploy.predict.memory import learner_rank as memory
 from slipstream.deploy.predict.memory.gpu import learner_memory
 from slipstream.deploy.predict.memory.learner_rank import (
+    TENSORS,
     RankParameters,
     learner_stages,
     passes_in_flight,
@@ -117,38 +118,30 @@ def test_a_critic_has_a_value_head_in_place_of_the_output_layer():
 def test_bytes_of_weights_gradients_and_optimizer():
     count = SMALL.num_parameters
     exact = parts_of(SMALL)
-    assert [exact[kind] for kind in ("weights", "gradients", "optimizer")] == [
-        4 * count,
-        4 * count,
-        8 * count,
-    ]
+    assert [exact[kind] for kind in TENSORS] == [4 * count, 4 * count, 0, 8 * count]
     narrow = parts_of(SMALL, on_gpu=True)
-    assert [narrow[kind] for kind in ("weights", "gradients", "optimizer")] == [
-        2 * count,
-        4 * count,
-        12 * count,
-    ]
+    assert [narrow[kind] for kind in TENSORS] == [2 * count, 4 * count, 4 * count, 8 * count]
 
 
-def test_a_distributed_optimizer_is_divided_over_replicas_and_context_and_experts_by_their_own():
+def test_an_optimizer_is_divided_over_replicas_and_context_and_experts_by_their_own():
     dense = rank_parameters(SMALL, LearnerSection(), 0).count
-    divided = parts_of(SMALL, ranks=4, context_parallel=2, distributed_optimizer=True)
-    assert divided["optimizer"] == 8 * -(-dense // 4)
+    divided = parts_of(SMALL, ranks=4, context_parallel=2)
+    assert divided["moments"] == 8 * -(-dense // 4)
     own = rank_parameters(MIXTURE, LearnerSection(ranks=4, expert_parallel=2), 0)
-    divided = parts_of(MIXTURE, ranks=4, expert_parallel=2, distributed_optimizer=True)
-    assert divided["optimizer"] == 8 * (-(-own.dense // 4) + own.expert // 2)
+    divided = parts_of(MIXTURE, ranks=4, expert_parallel=2)
+    assert divided["moments"] == 8 * (-(-own.dense // 4) + own.expert // 2)
 
 
 def test_moments_in_bfloat16_and_a_share_on_the_host_are_less_of_the_optimizer():
     count = SMALL.num_parameters
-    assert parts_of(SMALL, moments_dtype="bfloat16")["optimizer"] == 4 * count
-    assert parts_of(SMALL, on_gpu=True, moments_dtype="bfloat16")["optimizer"] == 8 * count
-    divided = {"distributed_optimizer": True, "optimizer_offload_fraction": 0.75}
-    assert parts_of(SMALL, on_gpu=True, **divided)["optimizer"] == 3 * count
-    assert (
-        parts_of(SMALL, on_gpu=True, **divided | {"optimizer_offload_fraction": 1})["optimizer"]
-        == 0
-    )
+    assert parts_of(SMALL, moments_dtype="bfloat16")["moments"] == 4 * count
+    narrow = parts_of(SMALL, on_gpu=True, moments_dtype="bfloat16")
+    assert (narrow["main weights"], narrow["moments"]) == (4 * count, 4 * count)
+    divided = {"optimizer_offload_fraction": 0.75}
+    a_quarter = parts_of(SMALL, on_gpu=True, **divided)
+    assert (a_quarter["main weights"], a_quarter["moments"]) == (count, 2 * count)
+    nothing = parts_of(SMALL, on_gpu=True, optimizer_offload_fraction=1)
+    assert nothing["main weights"] == nothing["moments"] == 0
     # On a CPU the host is the device: weights, moments and gradients in float32.
     assert parts_of(SMALL, **divided)["optimizer on the host"] == 12 * count
 
@@ -308,4 +301,4 @@ def test_adapters_alone_have_gradients_and_an_optimizer():
         own = rank_parameters(SMALL, given.learner, 0).count
         assert sizes["weights"] == 4 * (own + mine)
         assert sizes["gradients"] == 4 * mine
-        assert sizes["optimizer"] == 8 * mine
+        assert sizes["moments"] == 8 * mine

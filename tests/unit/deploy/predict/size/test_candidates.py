@@ -49,7 +49,6 @@ def test_what_the_file_says_of_other_layouts_does_not_count():
     assert settings is not None
     learner = settings.learner
     assert (learner.tensor_parallel, learner.recompute_layers, learner.lr) == (1, 0, 3e-6)
-    assert learner.distributed_optimizer
 
 
 def test_savings_begin_with_what_costs_nothing_and_end_on_the_host():

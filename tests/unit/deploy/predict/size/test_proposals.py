@@ -69,7 +69,7 @@ def test_microbatches_too_long_for_one_rank_are_divided_over_several():
 
 
 def test_a_hosts_memory_is_16_bytes_of_each_parameter_that_is_updated_there():
-    whole = {"ranks": 8, "expert_parallel": 8, "distributed_optimizer": True}
+    whole = {"ranks": 8, "expert_parallel": 8}
     hf = shape_of(QWEN)
     settings = config_of(QWEN, learner={**whole, "optimizer_offload_fraction": 1.0}).learner
     assert host_bytes(hf, settings, 8) == pytest.approx(16 * hf.num_parameters, rel=1e-6)
