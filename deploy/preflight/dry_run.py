@@ -7,8 +7,14 @@ from rich.console import Console
 
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.plan import RolePlan, kind_of
-from slipstream.deploy.predict.memory.gpu import GIB, generator_memory, learner_memory
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart
+from slipstream.deploy.predict.memory.gpu import (
+    GIB,
+    RESERVE_GIB,
+    fewest_tensor_ranks,
+    generator_memory,
+    learner_memory,
+)
+from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
 from slipstream.deploy.predict.size.options import policies_beside
 from slipstream.deploy.terminal.console import plain_table
 from slipstream.learner.model.division import refuse_layout
@@ -43,6 +49,18 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     title = "learner, a rank of the stage that needs most: slipstream plan --memory has all stages"
     fits = _print_parts(title, learner, available, console)
+    given = config.learner.learner.tensor_parallel
+    room = (available - RESERVE_GIB) * GIB
+    if shared:
+        room -= total_bytes(generator[:-1])
+    fewest = fewest_tensor_ranks(hf, config.learner, room, frozen=frozen, has_critic=has_critic)
+    if fewest < given:
+        console.print(
+            f"learner.tensor_parallel = {fewest} fits, too, and the settings have {given}: its "
+            "ranks exchange activations in every layer, replicas gradients once per update "
+            "(docs/parallelism.md)\n",
+            style="yellow",
+        )
     of_engine = generator[:-1] if shared else generator
     fits &= _print_parts("generator", of_engine, available, console)
     if shared:

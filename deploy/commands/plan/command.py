@@ -24,6 +24,7 @@ from slipstream.deploy.commands.options import (
     take_config,
 )
 from slipstream.deploy.commands.plan import advice, memory, publish, sizing
+from slipstream.deploy.predict.memory.gpu import RESERVE_GIB
 from slipstream.deploy.predict.size.options import add_hardware, add_model
 from slipstream.wire.errors import ConfigError
 
@@ -76,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help=text)
     add_model(parser)
     add_hardware(parser)
-    text = "GiB of each GPU for CUDA and NCCL, default 4"
-    parser.add_argument("--reserve-gib", type=float, default=4.0, help=text)
+    text = f"GiB of each GPU for CUDA and NCCL, default {RESERVE_GIB:g}"
+    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help=text)
     text = "memory of a host, default 0: no limit"
     parser.add_argument("--host-gb", type=float, default=0.0, help=text)
     publish.add_hosts(parser)

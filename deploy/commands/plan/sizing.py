@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from slipstream.deploy.predict.laws.figure import total
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
@@ -87,6 +88,8 @@ def print_answer(asked: PlanRequest, found: RunPlan, console: Console) -> None:
         asked,
         console,
     )
+    parts = ", ".join(f"{figure.what} {figure.value:.1f}" for figure in found.learner_step)
+    console.print(f"its step: {total(found.learner_step):,.1f} s ({parts})\n")
     whose = "of the settings" if found.engine_is_given else "the smallest that holds the model"
     _print_parts(
         f"an engine of {found.engine.ranks} ({whose}), each GPU", found.engine.memory, None, console
@@ -259,6 +262,7 @@ def as_json(asked: PlanRequest, found: RunPlan) -> dict[str, Any]:
         "gpu": asked.cluster.gpu,
         "parameters": found.parameters,
         "learner_memory": found.learner_memory,
+        "learner_step": found.learner_step,
         "engine": found.engine,
         "fewest_learner_gpus": found.fewest_gpus,
         "layouts": [_layout_json(layout) for layout in found.layouts],

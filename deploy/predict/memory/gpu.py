@@ -6,6 +6,8 @@ P parameters, t ranks of an engine.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, total_bytes
 from slipstream.generators.config import GeneratorsSection
@@ -14,6 +16,7 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
+RESERVE_GIB = 4.0  # memory of a GPU that CUDA and NCCL take
 _SHADOW = "second copy (generators.shadow)"
 _DEFAULT_STATIC_SHARE = 0.85  # share of a GPU that SGLang takes for weights and cache
 
@@ -66,6 +69,40 @@ def learner_memory(
     """
     stages = learner_stages(hf, settings, on_gpu=True, frozen=frozen, has_critic=has_critic)
     return [part for part in max(stages, key=total_bytes) if part.num_bytes]
+
+
+def fewest_tensor_ranks(
+    hf: HfConfig,
+    settings: LearnerSettings,
+    available_bytes: float,
+    *,
+    frozen: Sequence[HfConfig] = (),
+    has_critic: bool = False,
+) -> int:
+    """Return the smallest size of tensor parallelism below the settings' that fits, or theirs.
+
+    The ranks that it frees are replicas; all else stays.
+
+    Args:
+        hf: the policy's architecture.
+        settings: Settings of the learner.
+        available_bytes: memory of a GPU, without what CUDA and NCCL take.
+        frozen: additional policies, as in ``learner_memory``.
+        has_critic: True if a critic is trained.
+    """
+    learner, run = settings.learner, settings.run
+    for size in range(1, learner.tensor_parallel):
+        smaller = msgspec.structs.replace(learner, tensor_parallel=size)
+        replicas = smaller.sizes.replicas(learner.ranks)
+        if learner.tensor_parallel % size or (
+            run.groups_per_step * run.group_size < replicas * learner.minibatches
+        ):
+            continue
+        given = msgspec.structs.replace(settings, learner=smaller)
+        parts = learner_memory(hf, given, frozen=frozen, has_critic=has_critic)
+        if total_bytes(parts) <= available_bytes:
+            return size
+    return learner.tensor_parallel
 
 
 def shadow_bytes(memory: Sequence[MemoryPart]) -> float:

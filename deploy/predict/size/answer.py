@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from slipstream.deploy.predict.laws.engine_law import engine_law
 from slipstream.deploy.predict.laws.figure import Figure
+from slipstream.deploy.predict.laws.learner_step import step_figures
 from slipstream.deploy.predict.laws.publish_cost import Cost
 from slipstream.deploy.predict.laws.publishes import publish_cost
 from slipstream.deploy.predict.memory.gpu import GIB, learner_memory, shadow_bytes, static_share
@@ -35,6 +36,7 @@ class RunPlan:
 
     parameters: Sequence[Figure]
     learner_memory: Sequence[MemoryPart]  # current settings
+    learner_step: Sequence[Figure]  # seconds of their step
     engine: EngineSize
     engine_is_given: bool  # True if the settings' engine fits; else it is the next larger one
     fewest_gpus: int  # fewest GPUs of the learner
@@ -74,6 +76,7 @@ def answer(asked: PlanRequest) -> RunPlan:
         learner_memory=learner_memory(
             asked.hf, asked.config.learner, frozen=asked.frozen, has_critic=asked.has_critic
         ),
+        learner_step=step_figures(asked.hf, asked.config.learner, asked.work, asked.cluster),
         engine=engine,
         engine_is_given=engine.ranks == ranks,
         fewest_gpus=min(layout.gpus for layout in layouts),

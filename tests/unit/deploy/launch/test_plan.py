@@ -9,8 +9,10 @@ from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.predict.laws.learner_step import Work, step_figures
 from slipstream.deploy.predict.memory.gpu import (
     GIB,
+    fewest_tensor_ranks,
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
@@ -22,6 +24,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
 from tests.support.checkpoint_infos import write_checkpoint
+from tests.support.planned import H100
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 ARCHITECTURES = {
@@ -175,7 +178,7 @@ def test_an_engine_keeps_a_second_copy_where_the_cache_keeps_three_quarters(tmp_
 
 
 def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
-    config = config_of("qwen3-8b-16gpu", tmp_path)
+    config = config_of("qwen3-8b-16gpu", tmp_path, "learner.tensor_parallel=8")
     hf = load_hf_config(tmp_path)
     parts = {part.what: part.num_bytes for part in learner_memory(hf, config.learner)}
     copied = 36 * (2 * 4096 + 2 * 128) + 4096  # norms: of layers, of queries and keys, the last
@@ -208,7 +211,7 @@ def test_attention_groups_hold_the_whole_attention_each(tmp_path: Path):
 
 
 def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
-    config = config_of("qwen3-8b-16gpu", tmp_path)
+    config = config_of("qwen3-8b-16gpu", tmp_path, "learner.tensor_parallel=8")
     hf = load_hf_config(tmp_path)
     alone = sum(part.num_bytes for part in learner_memory(hf, config.learner))
     both = learner_memory(hf, config.learner, frozen=[hf], has_critic=True)
@@ -230,6 +233,65 @@ def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     assert "8 N / d, two moments; d = 1" in text
     assert "learner and generator on one GPU" in text
     assert "NOT fit" not in text
+
+
+def test_fewest_tensor_ranks_are_those_whose_rank_fits_with_the_replicas_that_they_leave(
+    tmp_path: Path,
+):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf, whole = load_hf_config(tmp_path), "learner.tensor_parallel=8"
+
+    def fewest(gib: float, *overrides: str) -> int:
+        given = config_of("qwen3-8b-16gpu", tmp_path, *overrides)
+        return fewest_tensor_ranks(hf, given.learner, gib * GIB)
+
+    needed = sum(part.num_bytes for part in learner_memory(hf, config.learner)) / GIB
+    assert [fewest(needed + room, whole) for room in (0.01, -0.01)] == [2, 4]
+    assert fewest(1000, whole) == fewest(1000) == 1
+    assert fewest(1, whole) == 8
+    assert fewest(76) == 2, "the shipped layout is the smallest that fits"
+    few = ("run.groups_per_step=1", "run.group_size=16", "learner.minibatches=8")
+    assert fewest(1000, whole, *few) == 4, "two replicas have eight minibatches of one trajectory"
+
+
+def test_a_dry_run_warns_where_a_smaller_tensor_parallel_size_fits(tmp_path: Path):
+    def printed(*overrides: str) -> str:
+        config = config_of("qwen3-8b-16gpu", tmp_path, *overrides)
+        plans = plan_roles(config, Path("resolved.toml"), gpus=())
+        console = Console(file=(written := io.StringIO()), width=200)
+        assert print_dry_run(config, plans, console)
+        return written.getvalue()
+
+    warning = "learner.tensor_parallel = 2 fits, too, and the settings have 8"
+    assert warning in printed("learner.tensor_parallel=8")
+    assert "fits, too" not in printed()
+
+
+def test_the_shipped_config_has_the_figures_of_its_plan(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf = load_hf_config(tmp_path)
+    text = (CONFIGS / "qwen3-8b-16gpu.toml").read_text().replace("\n# ", " ")
+    gib = {part.what: part.num_bytes / GIB for part in learner_memory(hf, config.learner)}
+    assert f"a rank holds {sum(gib.values()):.1f} GiB" in text
+    optimizer = gib["main weights"] + gib["moments"]
+    for what, size in (*gib.items(), ("the optimizer", optimizer)):
+        if what in {"weights", "gradients", "the optimizer"}:
+            assert f"{what} {size:.1f}" in text
+    working = gib["activations"] + gib["logits"]
+    assert f"activations and logits {working:.1f}" in text
+    work = Work(trajectories=64 * 16, mean_tokens=4200, mean_prompt=200)
+
+    def step(*overrides: str) -> dict[str, float]:
+        learner = config_of("qwen3-8b-16gpu", tmp_path, *overrides).learner
+        return {part.what: part.value for part in step_figures(hf, learner, work, H100)}
+
+    own = step()
+    assert f"is predicted to take {sum(own.values()):.0f} s" in text
+    again = ("learner.recompute=none", "learner.recompute_layers=0")
+    other = sum(step("learner.tensor_parallel=8", *again).values())
+    assert f"(tensor_parallel = 8, nothing computed again: {other:.0f} s)" in text
+    assert f"{own['tensor parallelism']:.1f} s for exchanges within layers" in text
+    assert f"{own['gradients and weights of replicas']:.1f} s for gradients" in text
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
