@@ -9,6 +9,8 @@
 - A distributed optimizer around torch's Adam, which keeps a count of updates per parameter, cannot
   be loaded: a checkpoint has no such tensor per parameter. Loading then gives all parameters one
   tensor to count in, which each of them advances.
+- A checkpoint of a distributed optimizer with several buckets has wrong moments: the gathered state
+  is without the padding at the end of buckets, and is read by places that count it.
 """
 
 from collections.abc import Callable
@@ -38,11 +40,42 @@ def install() -> None:
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
     DistributedOptimizer.load_state_dict = _loading_states(DistributedOptimizer.load_state_dict)
+    DistributedOptimizer.get_parameter_state_dp_zero = _keeping_places(
+        DistributedOptimizer.get_parameter_state_dp_zero
+    )
 
 
 def mark_expert(parameter: torch.nn.Parameter) -> None:
     """Have an expert's gradient summed over the ranks that hold the same expert."""
     parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark
+
+
+def _keeping_places(
+    original: Callable[..., dict[Any, Any] | None],
+) -> Callable[..., dict[Any, Any] | None]:
+    def gathered(optimizer: DistributedOptimizer, **options: object) -> dict[Any, Any] | None:
+        state = original(optimizer, **options)
+        if state is None:
+            return None
+        for number, buffer in enumerate(optimizer.buffers):
+            for tensors in state[number].values():
+                for name, value in tensors.items():
+                    if isinstance(value, Tensor):
+                        tensors[name] = _in_place(value, buffer)
+        return state
+
+    return gathered
+
+
+def _in_place(state: Tensor, buffer: Any) -> Tensor:  # noqa: ANN401  # megatron is untyped
+    """Return a buffer's state [elements without padding] with the padding of its buckets."""
+    parts = torch.split(state, [bucket.numel_unpadded for bucket in buffer.buckets])
+    if len(parts) == 1:
+        return state
+    padded = state.new_zeros(buffer.numel)
+    for bucket, part in zip(buffer.buckets, parts, strict=True):
+        padded[bucket.offset : bucket.offset + len(part)] = part
+    return padded
 
 
 def _setting_states(

@@ -30,7 +30,9 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *oth
     from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.policy import Policy
+    from slipstream.learner.training.trainable import Trainable
 
+    Trainable.bucket_parameters = 20_000  # a tiny model fits into one bucket of the usual size
     algo = {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}}
     settings = settings_of(folder, learner, algo)
     algorithm = algorithm_of(settings)

@@ -75,6 +75,12 @@ def main() -> None:
             "self.expert_parallel = config.expert_model_parallel_size > 1" in experts
         ),
         "the count of updates of torch's Adam": missing == "step",
+        "places with the padding of buckets in a state without it": (
+            "offset_in_world_tensors += gbuf_world_numel_unpadded"
+            in inspect.getsource(DistributedOptimizer.get_parameter_state_dp_zero)
+            and "in buffer.param_index_map.items()"
+            in inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable)
+        ),
         "the version of Transformer Engine": fails(
             lambda: optimizer_config.is_te_min_version("2.1.0"), TypeError
         ),
