@@ -11,8 +11,11 @@
   tensor to count in, which each of them advances.
 - A checkpoint of a distributed optimizer with several buckets has wrong moments: the gathered state
   is without the padding at the end of buckets, and is read by places that count it.
+- A distributed optimizer reads the gradients of views of float32 weights, which it has set itself:
+  torch warns of each place that does so.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,7 @@ _MARK = "_slipstream_repaired"
 def install() -> None:
     """Make the repairs that are replacements; a second call does nothing."""
     hybrid_repairs.install()
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
     vars(moe_utils).setdefault("te_general_gemm", None)
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
