@@ -103,6 +103,7 @@ def sglang(sizes: Sizes | None = None, *, shadow: bool = True) -> Iterator[Serve
                     "device": "cpu",
                     "dtype": dtype,
                     "max_cached_tokens": 8192,
+                    "count": 1,
                     "shadow": shadow,
                 },
             }
