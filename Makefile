@@ -73,7 +73,7 @@ test-loaded: setup  ## kills and environment servers on a machine of load 30, an
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
 	tests/integration/test_transports.py tests/integration/test_weight_bus.py \
-	tests/integration/test_in_flight.py tests/integration/test_gpu_branches.py \
+	tests/integration/test_in_flight.py tests/integration/test_gpu_branches.py tests/integration/test_exchanges.py \
 	tests/e2e/test_whole_loop.py tests/e2e/test_targets.py
 rehearsal-setup:  ## make .rehearsal with the versions of a GPU machine; 6 GB
 	@./deploy/setup.sh rehearsal

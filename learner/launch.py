@@ -160,6 +160,7 @@ class _Node:
             store=store,
             seed=self.settings.run.seed,
             timeout_s=learner.timeout_s,
+            has_experts=load_hf_config(self.settings.model).num_routed_experts > 0,
         )
         try:
             early = EarlyPlans(_join_store(self.settings, address)) if address is not None else None

@@ -111,8 +111,8 @@ class PackedBatch:
         """Return where the candidates are for the tokens after those of each run."""
         if self.kept_on_host is None:
             return []
-        firsts, most = self.kept_on_host.tolist(), len(self.token_ids)
-        return [slice(*(firsts[min(i + 1, most)] for i in run)) for run in runs]
+        firsts, most = self.kept_on_host, len(self.token_ids)
+        return [slice(*(int(firsts[min(i + 1, most)]) for i in run)) for run in runs]
 
 
 class ExpertSizes(NamedTuple):

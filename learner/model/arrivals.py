@@ -4,14 +4,18 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from slipstream.learner.model.device import backend
+from slipstream.weightbus.net.threads import in_time
 
 _log = logging.getLogger(__name__)
 _LOG_S = 10.0
+_ASKED_S = 5.0  # limit for the store's answer
 _SHOWN = 8  # ranks that a line names
+_BACKENDS = ("gloo", "nccl")  # torch names them in their errors
 
 
 @contextmanager
@@ -21,44 +25,52 @@ def waiting(
     """Do a block that waits for all ``ranks`` to come to it, and name those that have not come.
 
     Args:
-        store: Store of all ranks.
+        store: Store of all ranks, by a client that nothing else waits with.
         what: Awaited event, unique in the life of the store, as in "waits for WHAT".
         rank: This rank.
         ranks: Ranks that come, this one among them.
         log_s: Seconds between two lines about it.
 
     Raises:
-        RuntimeError: the block failed, or lasted too long; the message names the backend, ``what``
-            and the ranks.
+        RuntimeError: the wait failed, or lasted too long; the message names the backend, ``what``
+            and the ranks. Another error of the block has a note of these.
     """
-    # A client that waits blocks all its users.
-    came = PrefixStore(what, store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
-    came.set(str(rank), "")
+    came = PrefixStore(what, store)
 
-    def late() -> str:
-        missing = [str(other) for other in ranks if not came.check([str(other)])]
-        if not missing:
-            return f"rank {rank} waits for {what}: all ranks have come"
-        more = ", ..." if len(missing) > _SHOWN else ""
-        return f"rank {rank} waits for {what}: no rank {', '.join(missing[:_SHOWN])}{more} yet"
+    def missing() -> str:
+        if came.check([str(other) for other in ranks]):
+            return "all ranks have come"
+        late = (str(other) for other in ranks if not came.check([str(other)]))
+        *shown, more = [*islice(late, _SHOWN + 1), ""][: _SHOWN + 1]
+        return f"no rank {', '.join(shown)}{', ...' if more else ''} yet"
+
+    def reason() -> str:
+        """Return who is waited for; a store whose host is gone does not answer."""
+        try:
+            found = in_time(missing, _ASKED_S)
+        except (RuntimeError, TimeoutError):
+            found = "the ranks' store does not answer"
+        return f"rank {rank} waits for {what}: {found}"
 
     is_over = threading.Event()
 
     def watch() -> None:
-        try:
-            while not is_over.wait(log_s):
-                _log.info("%s", late())
-        except RuntimeError:  # the store has ended, which the block will notice
-            return
+        while not is_over.wait(log_s):
+            _log.info("%s", reason())
 
     threading.Thread(target=watch, daemon=True).start()
     try:
+        came.set(str(rank), "")
         yield
     except (RuntimeError, TimeoutError) as error:
-        try:
-            reason = late()
-        except RuntimeError:
-            reason = f"rank {rank} waits for {what}, and the ranks' store has ended"
-        raise RuntimeError(f"{backend()}: {reason} ({str(error) or 'too late'})") from error
+        if not _is_of_wait(error):  # this rank's own
+            error.add_note(reason())
+            raise
+        raise RuntimeError(f"{backend()}: {reason()} ({str(error) or 'too late'})") from error
     finally:
         is_over.set()
+
+
+def _is_of_wait(error: RuntimeError | TimeoutError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, TimeoutError | DistError) or any(name in text for name in _BACKENDS)

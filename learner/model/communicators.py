@@ -7,6 +7,7 @@ waits says for what and for whom.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,12 @@ from slipstream.learner.model import device
 from slipstream.learner.model.arrivals import waiting
 from slipstream.weightbus.net.threads import in_time
 
+_SHOWN = 4  # ranks that a group is named by
 
-def groups_in_use(replica_group: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
+
+def groups_in_use(
+    replica_group: dist.ProcessGroup, *, has_experts: bool
+) -> dict[str, dist.ProcessGroup]:
     """Return the groups of several ranks with this one that exchange tensors in a run, by name.
 
     The order is that in which all ranks open them.
@@ -37,15 +42,19 @@ def groups_in_use(replica_group: dist.ProcessGroup) -> dict[str, dist.ProcessGro
         "tied embeddings": state.get_embedding_group(check_initialized=False),
         "one replica": replica_group,
         "distributed optimizers": state.get_intra_distributed_optimizer_instance_group(),
+    }
+    one_copy = state.get_expert_tensor_model_pipeline_parallel_group
+    is_019 = "with_egtp_remat" in signature(one_copy).parameters  # there optimizers use another one
+    of_experts = {
         "experts": state.get_expert_model_parallel_group(),
         "parts of an expert": state.get_expert_tensor_parallel_group(),
         "parts of experts": state.get_expert_tensor_and_model_parallel_group(),
-        "one copy of the experts": state.get_expert_tensor_model_pipeline_parallel_group(),
+        "one copy of the experts": one_copy(with_egtp_remat=True) if is_019 else one_copy(),
         "copies of experts": state.get_expert_data_parallel_group(),
     }
     return {
         name: group
-        for name, group in found.items()
+        for name, group in (found | (of_experts if has_experts else {})).items()
         if isinstance(group, dist.ProcessGroup) and group.size() > 1
     }
 
@@ -62,7 +71,7 @@ def open_all(
 
     Args:
         groups: Groups of this rank by name, in the same order on all ranks.
-        store: Store of all ranks.
+        store: Store of all ranks, by a client that nothing else waits with.
         rank: This rank.
         chunks: Chunks of layers on each stage: with several, the last one sends to the first.
         timeout_s: Limit for each group, seconds.
@@ -74,7 +83,8 @@ def open_all(
 
     def connect(what: str, group: dist.ProcessGroup, work: Callable[[], None]) -> None:
         ranks = dist.get_process_group_ranks(group)
-        with waiting(store, f"{what} ({ranks[0]} to {ranks[-1]})", rank, ranks):
+        shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+        with waiting(store, f"{what} ({shown})", rank, ranks):
             in_time(partial(_until_done, work, numbers), timeout_s)
 
     for name, group in groups.items():

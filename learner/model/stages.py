@@ -55,7 +55,10 @@ class PlannedStages(P2PCommunicator):  # type: ignore[misc]  # megatron is untyp
         recv_next: bool,
     ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Return the shapes to come from the stages before and after; Megatron would ask them."""
-        return (
-            next(self._from_previous) if recv_prev else _NOTHING,
-            next(self._from_next) if recv_next else _NOTHING,
-        )
+        try:
+            return (
+                next(self._from_previous) if recv_prev else _NOTHING,
+                next(self._from_next) if recv_next else _NOTHING,
+            )
+        except StopIteration as error:
+            raise RuntimeError("a stage receives more tensors than the step has") from error

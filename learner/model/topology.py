@@ -62,10 +62,12 @@ def init_topology(
     timeout_s: float,
     sizes: ParallelSizes | None = None,
     ranks_per_node: int = 0,
+    has_experts: bool = True,
 ) -> Topology:
     """Join the learner's other ranks and return this rank's place; all ranks call this.
 
     ``ranks_per_node`` ranks are on each host, which decides their GPUs; 0: all are on one host.
+    Without ``has_experts`` the groups of experts are not opened.
 
     Raises:
         ConfigError: the sizes do not divide the ranks.
@@ -76,11 +78,12 @@ def init_topology(
     ranks_here = ranks_per_node or world_size
     device.select(rank % ranks_here)
     timeout = timedelta(seconds=timeout_s)
-    with waiting(store, "the learner's ranks", rank, range(world_size)):
+    asked = store.clone()  # type: ignore[attr-defined]  # a client that waits blocks all its users
+    with waiting(asked, "the learner's ranks", rank, range(world_size)):
         dist.init_process_group(
             device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-    with waiting(store, "groups of the learner's ranks", rank, range(world_size)):
+    with waiting(asked, "groups of the learner's ranks", rank, range(world_size)):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
@@ -92,8 +95,8 @@ def init_topology(
         )
         replica_group = _replica_group(sizes, rank, world_size, timeout)
     model_parallel_cuda_manual_seed(seed)
-    groups = groups_in_use(replica_group)
-    open_all(groups, store, rank, chunks=sizes.chunks, timeout_s=timeout_s)
+    groups = groups_in_use(replica_group, has_experts=has_experts)
+    open_all(groups, asked, rank, chunks=sizes.chunks, timeout_s=timeout_s)
     return Topology(
         rank=rank,
         world_size=world_size,

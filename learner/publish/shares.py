@@ -103,10 +103,10 @@ def batches_of(
         most: Bytes of a batch of several transfers, at most.
     """
     batches: list[list[Transfer]] = []
-    filled = most
+    filled = 0
     for transfer in transfers:
         size = size_of(transfer.piece)
-        if filled + size > most:
+        if not batches or filled + size > most:
             batches.append([])
             filled = 0
         batches[-1].append(transfer)

@@ -63,14 +63,12 @@ class WeightWriter:
         self._own_layout = part_layout(self.layout, self.part)
         self.writes = [piece for piece in self._shards if piece in shares.writes[self._rank]]
         """Pieces that this rank holds and writes."""
-        moved = {
-            transfer.piece: next(
-                facts
-                for facts in held[transfer.sender]
-                if Piece(facts.name, facts.rank) == transfer.piece
-            )
-            for transfer in shares.transfers
+        senders = {transfer.sender for transfer in shares.transfers}
+        facts_of = {
+            sender: {Piece(facts.name, facts.rank): facts for facts in held[sender]}
+            for sender in senders
         }
+        moved = {each.piece: facts_of[each.sender][each.piece] for each in shares.transfers}
 
         def size_of(piece: Piece) -> int:
             return math.prod(moved[piece].shape) * self._dtype_of(piece).itemsize

@@ -7,6 +7,7 @@ import threading
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from slipstream.learner.model import arrivals
 from slipstream.learner.model.arrivals import waiting
 from slipstream.weightbus.net.threads import in_time
 from tests.support.waiting import HANG_S
@@ -20,7 +21,36 @@ def test_ranks_that_did_not_come_are_named_where_a_wait_fails():
         pytest.raises(RuntimeError, match=r"^gloo: rank 0 waits for the stages: no rank 1, 3 yet"),
         waiting(store, "the stages", 0, range(4)),
     ):
-        raise RuntimeError("connection closed by peer")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+def test_an_error_of_this_rank_is_not_told_as_anothers():
+    with (
+        pytest.raises(RuntimeError, match="out of memory") as raised,
+        waiting(HashStore(), "the stages", 0, range(2)),
+    ):
+        raise RuntimeError("out of memory")
+    assert str(raised.value) == "out of memory"
+    assert raised.value.__notes__ == ["rank 0 waits for the stages: no rank 1 yet"]
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Stopped(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            never.wait()
+            return bool(keys)
+
+    never = threading.Event()
+    monkeypatch.setattr(arrivals, "_ASKED_S", 0.01)
+    monkeypatch.setattr(arrivals, "PrefixStore", lambda _name, store: store)
+    with (
+        pytest.raises(RuntimeError, match="the ranks' store does not answer"),
+        waiting(Stopped(), "the stages", 0, range(2)),
+    ):
+        raise TimeoutError
+    never.set()
 
 
 def test_a_wait_that_never_ends_is_given_up():
