@@ -61,6 +61,14 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
     if same:
         wanted["rng"] = random_state(topology)
     _on_all(lambda: _refuse_damaged(folder) if topology.rank == 0 else None, folder)
+    if info.has_divided_optimizer and not info.has_places:
+        _log.warning(
+            "%s was written by a version that misplaced the optimizer of policies with over 40 "
+            "million parameters where learner.distributed_optimizer and "
+            "learner.overlap_grad_reduce were set, or with tied embeddings and pipelines: in "
+            "these cases export it, and start from run.model",
+            folder.name,
+        )
     if info.has_divided_optimizer == policy.divides_optimizer:
         state = _on_all(lambda: _load(wanted, folder), folder)
     else:

@@ -289,6 +289,7 @@ class Saver:
             has_reference=self._policy.renews_reference,
             has_digests=True,
             has_divided_optimizer=self._policy.divides_optimizer,
+            has_places=self._policy.divides_optimizer,
             adapters=model.adapters.facts if model.adapters is not None else None,
         )
         save = Save(

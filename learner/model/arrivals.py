@@ -45,7 +45,7 @@ def waiting(
         return f"no rank {', '.join(shown)}{', ...' if more else ''} yet"
 
     def reason() -> str:
-        """Return who is waited for; a store whose host is gone does not answer."""
+        """Return which ranks are late; a store whose host is gone does not answer."""
         try:
             found = in_time(missing, _ASKED_S)
         except (RuntimeError, TimeoutError):

@@ -61,18 +61,21 @@ def _keeping_places(
         state = original(optimizer, **options)
         if state is None:
             return None
+        is_empty = bool(options.get("empty_data"))  # a place to read into
         for number, buffer in enumerate(optimizer.buffers):
             for tensors in state[number].values():
                 for name, value in tensors.items():
                     if isinstance(value, Tensor):
-                        tensors[name] = _in_place(value, buffer)
+                        tensors[name] = _in_place(value, buffer, is_empty=is_empty)
         return state
 
     return gathered
 
 
-def _in_place(state: Tensor, buffer: Any) -> Tensor:  # noqa: ANN401  # megatron is untyped
+def _in_place(state: Tensor, buffer: Any, *, is_empty: bool) -> Tensor:  # noqa: ANN401  # megatron is untyped
     """Return a buffer's state [elements without padding] with the padding of its buckets."""
+    if is_empty:  # no page of it is touched
+        return state.new_zeros(buffer.numel) if len(buffer.buckets) > 1 else state
     parts = torch.split(state, [bucket.numel_unpadded for bucket in buffer.buckets])
     if len(parts) == 1:
         return state

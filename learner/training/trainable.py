@@ -160,7 +160,7 @@ class Trainable(Head[Output]):
         """Return weights, optimizer and schedule as Megatron's sharded state."""
         self._use_whole_weights(self._state)
         model = self.model.sharded_state_dict(prefix=self.prefix)
-        if is_loading:
+        if is_loading or self.divides_optimizer:  # Megatron writes no divided one without a state
             begin_steps(self._optimizer)
         optimizer = self._optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_OF_ANY_LAYOUT

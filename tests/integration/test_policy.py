@@ -88,7 +88,7 @@ FUSED = {
     "tied": ("qwen2", 1, {}),
     "stages": ("qwen2", 2, {"pipeline_parallel": 2}),
     "experts": ("qwen3_moe", 2, {"expert_parallel": 2}),
-    "divided": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "split": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "again": ("llama", 2, {"recompute": "full"}),
 }
 

@@ -52,7 +52,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_critic: bool = False
     has_reference: bool = False  # one that was renewed
     has_digests: bool = False  # digests of its files are in digests.json
-    has_divided_optimizer: bool = False  # learner.distributed_optimizer: it has another form
+    has_divided_optimizer: bool = False  # divided over copies of weights: it has another form
+    has_places: bool = False  # and its buckets are in their places (docs/adr/0078)
     adapters: AdapterFacts | None = None  # it holds these alone, and none of the model's weights
 
     @property

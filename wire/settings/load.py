@@ -142,6 +142,11 @@ def _parse_value(text: str) -> object:
         return text
 
 
+_COPIES = "ranks that hold the same weights always do so"
+_GONE = dict.fromkeys(("learner.distributed_optimizer", "learner.overlap_grad_reduce"), _COPIES)
+"""Settings of earlier versions, and why nothing takes their place."""
+
+
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[dict[str, object], list[str]]:
     """Return the types and the names of a section's settings."""
@@ -152,6 +157,8 @@ def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where
     hints, known = _fields(kind)
     for key, value in values.items():
         if key not in known:
+            if why := _GONE.get(f"{where}.{key}"):
+                raise ConfigError(f"{where}.{key} is gone: {why}; remove the line")
             raise ConfigError(f"unknown setting {where}.{key}{_nearest(key, known)}")
         hint = hints.get(key)
         inner = _struct_in(hint)

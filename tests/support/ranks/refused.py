@@ -89,6 +89,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         section = section_of(layout, lr=1e-2, **{"clip_grad": 0.1, **learner})
         settings = settings_of(folder, section, {})
         mine, other = (build_policy(settings, algorithm_of(settings), topology) for _ in range(2))
+        mine.sharded_state(is_loading=False)  # a checkpoint in a critic's warm-up
         refused = []
         for bad in ("loss", "", "gradient", "loss", ""):
             before, rate = kept(mine), mine.lr

@@ -76,6 +76,14 @@ def test_a_wrong_value_and_an_unknown_key_name_the_setting():
             section({name: values}, name, struct)
 
 
+def test_a_setting_of_earlier_versions_is_refused_with_what_took_its_place():
+    values = {"learner": {"overlap_grad_reduce": True}}
+    with pytest.raises(
+        ConfigError, match=r"learner\.overlap_grad_reduce is gone: .* do so; remove"
+    ):
+        section(values, "learner", RunSection)
+
+
 def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path):
     path = tmp_path / "run.toml"
     with pytest.raises(ConfigError, match=r"cannot read .*run\.toml: No such file"):
