@@ -13,14 +13,20 @@ from slipstream.weightbus.net.threads import in_time
 
 _log = logging.getLogger(__name__)
 _LOG_S = 10.0
-_ASKED_S = 5.0  # limit for the store's answer
+_ASKED_S = 5.0
 _SHOWN = 8  # ranks that a line names
 _BACKENDS = ("gloo", "nccl")  # torch names them in their errors
 
 
 @contextmanager
 def waiting(
-    store: Store, what: str, rank: int, ranks: Sequence[int], *, log_s: float = _LOG_S
+    store: Store,
+    what: str,
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    log_s: float = _LOG_S,
+    asked_s: float = _ASKED_S,
 ) -> Iterator[None]:
     """Do a block that waits for all ``ranks`` to come to it, and name those that have not come.
 
@@ -30,6 +36,7 @@ def waiting(
         rank: This rank.
         ranks: Ranks that come, this one among them.
         log_s: Seconds between two lines about it.
+        asked_s: Limit for the store's answer, seconds.
 
     Raises:
         RuntimeError: the wait failed, or lasted too long; the message names the backend, ``what``
@@ -47,7 +54,7 @@ def waiting(
     def reason() -> str:
         """Return which ranks are late; a store whose host is gone does not answer."""
         try:
-            found = in_time(missing, _ASKED_S)
+            found = in_time(missing, asked_s)
         except (RuntimeError, TimeoutError):
             found = "the ranks' store does not answer"
         return f"rank {rank} waits for {what}: {found}"

@@ -43,11 +43,10 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_seconds(
             return bool(keys)
 
     never = threading.Event()
-    monkeypatch.setattr(arrivals, "_ASKED_S", 0.01)
     monkeypatch.setattr(arrivals, "PrefixStore", lambda _name, store: store)
     with (
         pytest.raises(RuntimeError, match="the ranks' store does not answer"),
-        waiting(Stopped(), "the stages", 0, range(2)),
+        waiting(Stopped(), "the stages", 0, range(2), asked_s=0.01),
     ):
         raise TimeoutError
     never.set()
