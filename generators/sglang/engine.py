@@ -50,7 +50,7 @@ _ALL = -1  # top_k without a limit
 _LOADS = "/v1/loads?include=core,queues"
 _FROM_DISK = "/update_weights_from_disk"
 _NONE = Path()
-_FIRST_WAIT_S = 0.004  # until the next question for a version that is being staged
+_FIRST_WAIT_S = 0.001  # until the next question for a version that is being staged
 _LONGEST_WAIT_S = 0.1
 _PARSE = "/parse_function_call"
 _REASONING = "/separate_reasoning"
