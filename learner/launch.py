@@ -20,6 +20,7 @@ from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.checkpoints.resume import fetch_newer
+from slipstream.learner.collective_errors import is_of_collective
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Place
@@ -29,7 +30,7 @@ from slipstream.learner.model.cuda_attention import choose_attention
 from slipstream.learner.model.division import refuse_layout
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
-from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, NodeWatch, is_of_collective
+from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, NodeWatch
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.relay_process import RelayLaunch

@@ -85,10 +85,10 @@ def learner_bars() -> list[Bar]:
     for name, (family, learner, changed) in LAYOUTS.items():
         ranks = measured_ranks(family, learner, changed)
         off = max(
-            percent_off(one.measured[kind], one.estimated[kind])
-            for one in ranks
+            percent_off(rank.measured[kind], rank.estimated[kind])
+            for rank in ranks
             for kind in TENSORS
-            if one.estimated[kind]
+            if rank.estimated[kind]
         )
         bars.append(Bar(f"learner's tensors, {name}: off the plan", off, "%", MOST_OFF))
         if changed is _LARGE:

@@ -150,32 +150,15 @@ class _SchedulerSteps:
         return None
 
     def _compare(self, manager: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
-        try:
-            check(manager, order.version)
-        except PublishError as error:
-            return self.answer(str(error), success=False)
+        check(manager, order.version)
         if not order.digest:
             return None
         return checksums(manager, self._messages.CheckWeightsReqInput(action="checksum"))
 
     def _copy(self, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
-        try:
-            copy_over(manager, order.version)
-        except PublishError as error:
-            return self.answer(str(error), success=False)
+        copy_over(manager, order.version)
         success, message = manager.flush_cache_after_weight_update(request, True, "")
         return self.answer(message, success=success)
-
-    def stage(self, manager: Any, request: Any, order: AdoptionOrder) -> Any:  # noqa: ANN401
-        """Answer an order to stage a version, whose only step that is."""
-        try:
-            state, seconds = stage(manager, request.model_path, order.version)
-        except PublishError as error:
-            return self.answer(f"stage: {error}", success=False)
-        answer = AdoptionAnswer(
-            steps=order.steps, version=order.version, phase_seconds=seconds, staged=state
-        )
-        return self.answer(msgspec.json.encode(answer).decode())
 
 
 def adopt_in_scheduler(module: ModuleType) -> None:
@@ -190,13 +173,18 @@ def adopt_in_scheduler(module: ModuleType) -> None:
         if recv_req.manifest is None:
             return load(self, recv_req)
         order = msgspec.convert(recv_req.manifest, AdoptionOrder)
-        if order.steps == STAGE_STEPS:
-            return steps.stage(self, recv_req, order)
         seconds: dict[str, float] = {}
         differing: dict[str, str] = {}
+        state: Staged | None = None
         for step in order.steps:
             began_s = time.monotonic()
-            output = steps.take(step, self, recv_req, order)
+            try:
+                if step == "stage":  # its phases are those of its thread
+                    state, seconds = stage(self, recv_req.model_path, order.version)
+                    continue
+                output = steps.take(step, self, recv_req, order)
+            except PublishError as error:
+                return steps.answer(f"{step}: {error}", success=False)
             if output is not None and not output.success:
                 return steps.answer(f"{step}: {output.message}", success=False)
             phase = _PHASES[step]
@@ -209,7 +197,11 @@ def adopt_in_scheduler(module: ModuleType) -> None:
                         forget(self)
                     break
         answer = AdoptionAnswer(
-            steps=order.steps, version=order.version, phase_seconds=seconds, differing=differing
+            steps=order.steps,
+            version=order.version,
+            phase_seconds=seconds,
+            differing=differing,
+            staged=state,
         )
         return steps.answer(msgspec.json.encode(answer).decode())
 

@@ -398,12 +398,13 @@ class SglangEngine:
             if answer.staged == "ready":
                 self._staged = version
                 return answer.phase_seconds
-            self._has_shadow = answer.staged == "loading"
+            if answer.staged == "no shadow":
+                self._has_shadow = False
+                break
             if time.monotonic() > deadline_s:
                 raise EngineError(f"{version.label} is still being loaded into the shadow")
-            if self._has_shadow:
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         return {}
 
     async def adopt_folder(self, folder: Path, version: PolicyVersion, *, digest: str) -> Adoption:

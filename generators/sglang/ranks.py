@@ -11,10 +11,11 @@ def of_all_ranks(value: int, group: Any) -> list[int]:  # noqa: ANN401 torch's
     """
     import torch  # in the process of the weights, not in the agent's
 
-    mine = torch.tensor([int(value)])
-    ranks = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size(group))]
-    if len(ranks) == 1:
+    num_ranks = torch.distributed.get_world_size(group)
+    if num_ranks == 1:
         return [int(value)]
+    mine = torch.tensor([int(value)])
+    ranks = [torch.zeros_like(mine) for _ in range(num_ranks)]
     torch.distributed.all_gather(ranks, mine, group=group)
     return [int(rank.item()) for rank in ranks]
 

@@ -7,7 +7,6 @@ scheduler's process.
 """
 
 import contextvars
-import fcntl
 import functools
 import json
 import logging
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from slipstream.generators.versions import shadow_state
 from slipstream.generators.versions.shadow_state import ShadowReply, ShadowState
 from slipstream.weightbus.agent.weight_files import tensor_shapes
-from slipstream.weightbus.version.mapped_file import SEALS, watched
+from slipstream.weightbus.version.mapped_file import is_sealed, watched
 from slipstream.weightbus.version.shared_memory import register, unregister
 from slipstream.wire.errors import PublishError
 
@@ -119,7 +118,7 @@ def _is_memory(path: Path) -> bool:
     """Return whether a file is a learner's or an agent's memory, whose size is sealed."""
     with path.open("rb") as file:
         try:
-            return fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+            return is_sealed(file.fileno())
         except OSError:
             return False
 

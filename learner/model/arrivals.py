@@ -8,6 +8,7 @@ from itertools import islice
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from slipstream.learner.collective_errors import is_of_collective
 from slipstream.learner.model.device import backend
 from slipstream.weightbus.net.threads import in_time
 
@@ -15,7 +16,6 @@ _log = logging.getLogger(__name__)
 _LOG_S = 10.0
 _ASKED_S = 5.0
 _SHOWN = 8  # ranks that a line names
-_BACKENDS = ("gloo", "nccl")  # torch names them in their errors
 
 
 @contextmanager
@@ -70,14 +70,10 @@ def waiting(
         came.set(str(rank), "")
         yield
     except (RuntimeError, TimeoutError) as error:
-        if not _is_of_wait(error):  # this rank's own
+        is_of_wait = isinstance(error, TimeoutError | DistError) or is_of_collective(error)
+        if not is_of_wait:  # this rank's own
             error.add_note(reason())
             raise
         raise RuntimeError(f"{backend()}: {reason()} ({str(error) or 'too late'})") from error
     finally:
         is_over.set()
-
-
-def _is_of_wait(error: RuntimeError | TimeoutError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TimeoutError | DistError) or any(name in text for name in _BACKENDS)

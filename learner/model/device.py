@@ -34,11 +34,13 @@ def prepare() -> None:
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    logging.getLogger("megatron.core.distributed.distributed_data_parallel").addFilter(
-        lambda record: _LAYOUT not in record.getMessage()
-    )
+    logging.getLogger("megatron.core.distributed.distributed_data_parallel").addFilter(_is_news)
     if not torch.cuda.is_available():
         cpu_shim.install()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _LAYOUT not in record.getMessage()
 
 
 def select(local_rank: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
+from slipstream.learner.collective_errors import is_of_collective
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.layout import Place
 from slipstream.learner.nodes.membership import (
@@ -49,7 +50,6 @@ from slipstream.wire.settings.rendezvous import Address
 _log = logging.getLogger(__name__)
 EXIT_COLLECTIVE = 4  # exit code after a failed collective: another rank is the reason
 _CAUSED = (EXIT_COLLECTIVE, -signal.SIGABRT)  # NCCL's watchdog aborts
-_COLLECTIVES = ("gloo", "nccl")  # torch raises their failures as RuntimeError, named in the text
 _WATCH_S = 0.25
 _GRACE_S = 5.0  # time for the training thread to end by itself, with a better reason
 _STOP_GRACE_S = 5.0  # time for node 0 to be asked to end, too, after another node was
@@ -59,12 +59,6 @@ _HEAR_S = 10.0  # after a failed collective: time to hear the reason
 _SEEN_S = (10.0, 90.0)
 _POLL_S = 0.05
 _POLL_KEY_S = 1.0
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Return True if an error says that a collective failed here, for a reason elsewhere."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES)
 
 
 def end_of_ranks(codes: Mapping[int, int]) -> tuple[str, bool]:

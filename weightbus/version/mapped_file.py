@@ -23,6 +23,15 @@ def write_label(descriptor: int, label: str) -> None:
     os.pwrite(descriptor, label.rjust(LABEL_BYTES).encode(), LABEL_AT)
 
 
+def is_sealed(descriptor: int) -> bool:
+    """Return whether the size of a file is sealed: it is memory of a learner or an agent.
+
+    Raises:
+        OSError: it is on a file system without seals.
+    """
+    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+
+
 def open_mapped(path: Path, manifest: WeightManifest) -> int:
     """Open a file that holds the offered version; return its descriptor.
 
@@ -49,8 +58,7 @@ def _check(descriptor: int, manifest: WeightManifest) -> None:
     if not is_ours or _unlabelled(found) != _unlabelled(expected):
         raise OSError(f"the file there does not hold the tensors of {label}")
     # Its digests are not compared here: a path must not lead to just any file.
-    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-    if not is_sealed or status.st_uid != os.geteuid():
+    if not is_sealed(descriptor) or status.st_uid != os.geteuid():
         raise OSError("the file there is no memory of this user whose size is sealed")
     if why := _difference(label_in(found), label):
         raise PublishError(why)

@@ -132,9 +132,7 @@ def cost_of(setup: Setup) -> Cost:
     digest_s = part / (setup.digest_threads * rates.digest)
     # Relays compute what engines must hold meanwhile, each of what its host has.
     ready_s = max(receive_s, expect_s)
-    load_s = max(receive_s, expect_s)
-    if setup.is_staged:
-        load_s = version / (setup.gpus * rates.load)
+    load_s = version / (setup.gpus * rates.load) if setup.is_staged else ready_s
     check_s = version / (setup.gpus * rates.check)
     copy_s = version / (setup.gpus * rates.copy)
     pause_s, before_pause_s = load_s + check_s, 0.0

@@ -135,7 +135,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         law = "2 L c, of compressed vectors that each rank keeps,"
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
-    parts = [
+    second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")
+    return [
         MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}{more}"),
         MemoryPart(
             f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
@@ -144,11 +145,10 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             f"{fraction:g} of the GPU - {'2 x ' if shadow else ''}weights; {law} = {per_token:,} "
             "bytes a token",
         ),
-        MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room"),
+        *([second] if shadow else []),
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
             "the rest of mem_fraction_static",
         ),
     ]
-    return [part for part in parts if part.what != _SHADOW or part.num_bytes]
