@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 import pytest
 
-from tests.support.tiny_run import ROOT
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until
 
 SCP = """#!/bin/sh
@@ -240,3 +240,24 @@ def toml_of(settings: dict[str, object]) -> str:
         shown = str(value).lower() if isinstance(value, bool) else json.dumps(value, default=str)
         lines.append(f"{key} = {shown}")
     return "\n".join(lines) + "\n"
+
+
+LISTEN = "broker.listen=tcp://0.0.0.0:5555"  # of a run whose generators are on another host
+REACH = "run.broker=tcp://head:5555 run.key_file=far.key"  # of these
+
+
+def write_far_run(head: Host, far: Host, settings: dict[str, object]) -> None:
+    """Write a tiny run on one host whose generators are on another one, which gets a key."""
+    tiny_inputs(head.folder)
+    of_run = {
+        "run.dir": "runs",
+        "generators.count": 0,
+        "weightbus.listen": "tcp://10.77.0.1:5600",
+        "weightbus.transport": "tcp",
+        "checkpoint.export_at_end": False,
+    }
+    text = toml_of(tiny_settings(head.folder) | of_run | settings)
+    (head.folder / "run.toml").write_text(text)
+    head.run("slipstream keys make far --role generator --config run.toml")
+    shutil.copy(head.folder / "runs/keys/clients/far.key", far.folder)
+    shutil.copy(head.folder / "run.toml", far.folder)

@@ -1,15 +1,14 @@
 """Two generators on another host: each version goes there once."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.wire.files.run_folder import SUMMARY
-from tests.e2e.hosts import Roles, toml_of, two_hosts
-from tests.support.tiny_run import assert_complete, tiny_inputs, tiny_settings
+from tests.e2e.hosts import LISTEN, REACH, Roles, two_hosts, write_far_run
+from tests.support.tiny_run import assert_complete
 
 # tests/integration/test_shared_fetches.py has engines and agents without a run.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -18,26 +17,12 @@ NAMES = ("far/generator-7", "far/generator-8")
 
 def test_generators_of_another_host_share_what_one_of_them_fetches(tmp_path: Path):
     with two_hosts(tmp_path) as (head, far):
-        tiny_inputs(head.folder)
-        settings = tiny_settings(head.folder) | {
-            "run.dir": "runs",
-            "run.steps": 10,
-            "generators.count": 0,
-            "weightbus.listen": "tcp://10.77.0.1:5600",
-            "weightbus.transport": "tcp",
-            "checkpoint.export_at_end": False,
-        }
-        (head.folder / "run.toml").write_text(toml_of(settings))
-        head.run("slipstream keys make far --role generator --config run.toml")
-        shutil.copy(head.folder / "runs/keys/clients/far.key", far.folder)
-        shutil.copy(head.folder / "run.toml", far.folder)
-        listen = "broker.listen=tcp://0.0.0.0:5555"
-        reach = "run.broker=tcp://head:5555 run.key_file=far.key"
+        write_far_run(head, far, {"run.steps": 10})
         with Roles() as roles:
-            roles.start(head, "run", f"slipstream run --config run.toml {listen}")
+            roles.start(head, "run", f"slipstream run --config run.toml {LISTEN}")
             for name in NAMES:
                 short = name.removeprefix("far/")
-                joining = f"start-generator --config run.toml --name {short} {reach}"
+                joining = f"start-generator --config run.toml --name {short} {REACH}"
                 roles.start(far, short, joining)
             roles.wait("run", *(name.removeprefix("far/") for name in NAMES))
         (folder,) = (head.folder / "runs").glob("tiny*")

@@ -83,7 +83,7 @@ def check_stages(division: Division, rank: int, part: dict[str, Any], rows: list
         pytest.param(Division(context=4, heads=2), id="cp4-few-heads"),
         pytest.param(
             Division(pipeline=4, context=2), id="pp4-cp2", marks=pytest.mark.slow
-        ),  # as pp2-cp2, with stages in the middle
+        ),  # stages in the middle, unlike pp2-cp2
     ],
 )
 def test_ranks_send_each_other_the_tensors_of_the_plan_alone(tmp_path: Path, division: Division):

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.agent.updates import EngineUpdates
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.relay.publisher import Publisher
@@ -138,3 +140,16 @@ def subscriber_of(
         host=host,
     )
     return Subscriber(engine, join=join, tensors=tensors, staging=staging, **usual | others)
+
+
+def updates_of(
+    engine: EngineWeights, tensors: Mapping[str, Tensor], staging: Staging
+) -> EngineUpdates:
+    """Return the publishes of an engine with these tensors in float32, which tells nobody."""
+    return EngineUpdates(
+        engine,
+        tensors=TensorSet({name: tuple(t.shape) for name, t in tensors.items()}, "float32"),
+        staging=staging,
+        on_pause=lambda: None,
+        on_adopt=lambda _version, _stood_s: None,
+    )

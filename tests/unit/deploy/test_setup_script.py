@@ -148,7 +148,7 @@ def test_a_gpu_machine_compares_every_file_with_its_hash(
     assert all("<--require-hashes>" in call for call in locked)
     named = ["gpu-learner", "gpu-generator"]
     assert all(f"<deploy/locks/{name}-3.12.txt>" in locked[0] for name in named)
-    if flash_attn != "no":  # which has an older flash_attn.cute
+    if flash_attn != "no":  # flash-attn has an older flash_attn.cute
         assert "<deploy/locks/flash-attn.txt>" in locked[1]
         assert "<--force-reinstall>" in locked[2]
         again = (checkout / ".venv" / "flash-attn-4.txt").read_text()

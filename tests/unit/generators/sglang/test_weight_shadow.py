@@ -239,7 +239,7 @@ def test_memory_of_a_slot_is_pinned_once_and_unpinned_when_others_have_replaced_
         dict(files.tensors(Path(slot)))
     assert log == ["pinned"] * 3
     assert set(pinned.values()) == {Path(memory.paths[0]).stat().st_size}
-    dict(files.tensors(Path(another.paths[0])))  # of a learner that was started again
+    dict(files.tensors(Path(another.paths[0])))  # memory of a learner that was started again
     assert log == [*["pinned"] * 4, "unpinned"]
     dict(files.tensors(version_in(tmp_path, 1.0) / WEIGHTS))
     assert log == [*["pinned"] * 4, "unpinned"], "a file on a disk stays on it when it is deleted"

@@ -53,7 +53,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_seconds(
 
 
 def test_a_wait_that_never_ends_is_given_up():
-    never = threading.Event()  # as NCCL's first collective
+    never = threading.Event()  # NCCL's first collective waits so
     with (
         pytest.raises(RuntimeError, match=r"all ranks have come \(too late"),
         waiting(HashStore(), "stages", 0, [0]),

@@ -1,6 +1,7 @@
 import pytest
 
-from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, end_of_ranks, is_of_collective
+from slipstream.learner.collective_errors import is_of_collective
+from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, end_of_ranks
 from slipstream.wire.errors import PublishError
 
 

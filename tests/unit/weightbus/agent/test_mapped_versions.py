@@ -9,8 +9,7 @@ import pytest
 
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates, Order
+from slipstream.weightbus.agent.updates import Order
 from slipstream.weightbus.version.engine_checksums import digest_of, expected_checksums
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
@@ -19,6 +18,7 @@ from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Abandon, Adopt, CommandOutcome, ReceiveVersion
 from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.bus.published import updates_of
 from tests.support.bus.snapshots import tensor_spec
 
 
@@ -46,13 +46,7 @@ class Host:
         self.staging = Staging(folder, "a")
         self.while_loading = self.nothing
         self.engine = BusEngine(tensors, log=folder / "tokens", group_timeout_s=1.0, fault=self._at)
-        self.updates = EngineUpdates(
-            self.engine,
-            tensors=TensorSet({name: tuple(t.shape) for name, t in tensors.items()}, "float32"),
-            staging=self.staging,
-            on_pause=lambda: None,
-            on_adopt=lambda _version, _stood_s: None,
-        )
+        self.updates = updates_of(self.engine, tensors, self.staging)
         self.fetcher = NoFetcher()
         self._digest = ""
 

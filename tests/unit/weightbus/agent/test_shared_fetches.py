@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.host_identity import host_identity
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.tensor_set import TensorSet
-from slipstream.weightbus.agent.updates import EngineUpdates, Order
+from slipstream.weightbus.agent.updates import Order
 from slipstream.weightbus.net.traffic import Traffic
 from slipstream.weightbus.version.mapped_file import open_mapped, watched
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
@@ -23,6 +22,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Adopt, CommandOutcome, ReceiveVersion
 from slipstream.wire.models.model_files import WEIGHTS
 from tests.support.bus.engine import BusEngine, digest_of, random_tensors
+from tests.support.bus.published import updates_of
 from tests.support.bus.snapshots import CopiedSnapshot
 
 COUNT, SIZE = 3, 8
@@ -75,13 +75,7 @@ class Agent:
         self.while_fetching = self.while_loading = self.nothing
         self.staging = Staging(folder, name, uses_deltas=uses_deltas)
         self.engine = BusEngine(tensors, log=folder / name, group_timeout_s=1.0, fault=self._at)
-        self.updates = EngineUpdates(
-            self.engine,
-            tensors=TensorSet({name: tuple(t.shape) for name, t in tensors.items()}, "float32"),
-            staging=self.staging,
-            on_pause=lambda: None,
-            on_adopt=lambda _version, _stood_s: None,
-        )
+        self.updates = updates_of(self.engine, tensors, self.staging)
         self.fetcher = FromHand(self)
 
     def nothing(self) -> None:
