@@ -150,3 +150,33 @@ def _refuse_remainder(ranks: int, sizes: dict[str, int]) -> None:
     names = " x ".join(f"learner.{name}" for name in used)
     numbers = " x ".join(map(str, used.values())) + (f" = {needed}" if len(used) > 1 else "")
     raise ConfigError(f"learner.ranks = {ranks} is not a multiple of {names} = {numbers}")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShares:
+    """Division of heads over c ranks of context parallelism, u ways; r rings of ranks share them.
+
+    Rank = ring * u + part.
+    """
+
+    parts: int  # u
+    rings: int  # r
+
+    @classmethod
+    def of(cls, *, ranks: int, heads: int, groups: int) -> "HeadShares":
+        """Return the division with the most different heads.
+
+        A rank's queries need their keys: either each rank has whole groups of heads, or several
+        ranks have a copy of one group's keys.
+
+        Args:
+            ranks: c.
+            heads: query heads of one tensor-parallel rank.
+            groups: key and value heads of the same rank.
+        """
+        fitting = [
+            parts
+            for parts in range(1, ranks + 1)
+            if ranks % parts == heads % parts == 0 and (groups % parts == 0 or parts % groups == 0)
+        ]
+        return cls(fitting[-1], ranks // fitting[-1])

@@ -73,7 +73,7 @@ class PackedBatch:
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [S + 1] int32, bounds of sequences in attention
-    max_seqlen: int
+    lengths: tuple[int, ...]  # S tokens of each sequence
     cu_trajectories: Tensor  # [B + 1] int32
     loss_mask: Tensor  # [T] bool
     choosing: Tensor  # [C] int64, tokens before those of the mask: their states chose these
@@ -361,7 +361,7 @@ def pack(
         token_ids=joined([s.token_ids for s in trajectories]).long(),
         position_ids=joined([np.arange(length) for length in lengths]),
         cu_seqlens=bounds(lengths),
-        max_seqlen=max(lengths),
+        lengths=tuple(lengths),
         cu_trajectories=bounds(counts),
         loss_mask=torch.from_numpy(mask).to(device),
         choosing=torch.from_numpy(choosing).to(device),
@@ -428,7 +428,7 @@ def empty_microbatch(device: torch.device) -> PackedBatch:
         token_ids=numbers,
         position_ids=numbers,
         cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device),
-        max_seqlen=0,
+        lengths=(),
         cu_trajectories=torch.zeros(1, dtype=torch.int32, device=device),
         loss_mask=numbers.bool(),
         choosing=numbers,

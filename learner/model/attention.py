@@ -10,7 +10,6 @@ before and after attention.
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -22,6 +21,7 @@ from typing_extensions import override
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
 from slipstream.learner.model.experts.expert_choices import ExpertChoices
+from slipstream.learner.model.ring_attention import Ring, ring_attention
 from slipstream.learner.model.rotary import Rotation
 from slipstream.learner.model.shared_prompts import SharedPrompts
 from slipstream.wire.errors import ConfigError
@@ -63,6 +63,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
 
     rotation: Rotation = field(kw_only=True)  # rotation of this rank's tokens
     split: TokenSplit = field(kw_only=True)  # split of all tokens
+    lengths: tuple[int, ...] = field(kw_only=True)  # tokens of each sequence, padding among them
     choices: ExpertChoices | None = field(kw_only=True, default=None)  # choices of routers
     shared: SharedPrompts | None = field(kw_only=True, default=None)  # prompts computed once
 
@@ -72,24 +73,18 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         return group_by_length(self.cu_seqlens_kv)
 
     @cached_property
-    def pieces(self) -> tuple[AttentionBounds, ...]:
-        """Bounds of the sequences of queries and keys, for each run of this rank's queries.
+    def ring(self) -> Ring:
+        """Blocks of this rank's ring, where context parallelism has several."""
+        return Ring.of(self.split, self.cu_seqlens_kv, self.lengths)
 
-        A run has no queries of the sequences before it, and no keys of the sequences after it. A
-        prompt that another sequence computes has no queries.
+    @property
+    def bounds(self) -> AttentionBounds:
+        """Bounds of the sequences of queries and keys.
+
+        A prompt that another sequence computes has no queries.
         """
-        bounds: Tensor = self.cu_seqlens_kv
-        longest: int = self.max_seqlen_kv
-        if self.shared is not None:
-            return (AttentionBounds(self.cu_seqlens_q, bounds, self.max_seqlen_q, longest),)
-        return tuple(
-            AttentionBounds(
-                bounds.clamp(first, end) - first,
-                bounds.clamp(max=end),
-                min(longest, end - first),
-                longest,
-            )
-            for first, end in self.split.pieces()
+        return AttentionBounds(
+            self.cu_seqlens_q, self.cu_seqlens_kv, self.max_seqlen_q, self.max_seqlen_kv
         )
 
 
@@ -135,14 +130,9 @@ class VarlenCoreAttention(torch.nn.Module):
         if layout.shared is not None:
             return shared_attention(query, key, value, layout, layout.shared, self.scale)
         if split.shares.rings > 1:
-            runs = [end - first for first, end in split.pieces()]
-            asked = zip(torch.split(query, runs), layout.pieces, strict=True)
-            attend = cuda_attention if has_kernel(query) else bounded_attention
-            output = torch.cat(
-                [attend(mine, key, value, bounds, self.scale) for mine, bounds in asked]
-            )
+            output = ring_attention(query, key, value, layout.ring, self.scale)
         elif has_kernel(query):
-            output = cuda_attention(query, key, value, layout.pieces[0], self.scale)
+            output = cuda_attention(query, key, value, layout.bounds, self.scale)
         else:
             output = grouped_attention(query, key, value, layout.groups, self.scale)
         return split.returned(output)
@@ -162,38 +152,9 @@ def shared_attention(
     """
     key, value = shared.of_all(key), shared.of_all(value)
     if has_kernel(query):
-        return cuda_attention(query, key, value, layout.pieces[0], scale)
+        return cuda_attention(query, key, value, layout.bounds, scale)
     output = grouped_attention(shared.of_all(query), key, value, layout.groups, scale)
     return output.index_select(0, shared.computed)
-
-
-def bounded_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
-) -> Tensor:
-    """Return attention of the last tokens of sequences to all before them, in any type.
-
-    Arguments are those of ``cuda_attention``; each sequence is a call.
-    """
-    ends = zip(*(b.tolist() for b in (bounds.queries, bounds.keys)), strict=True)
-    outputs = []
-    for (first, first_key), (end, end_key) in pairwise(ends):
-        if first == end:
-            continue
-        q, k, v = (
-            part.transpose(0, 1)
-            for part in (query[first:end], key[first_key:end_key], value[first_key:end_key])
-        )
-        is_before = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
-        output = F.scaled_dot_product_attention(
-            q[None],
-            k[None],
-            v[None],
-            attn_mask=is_before.tril(k.size(1) - q.size(1)),
-            scale=scale,
-            enable_gqa=q.size(0) != k.size(0),
-        )
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def grouped_attention(

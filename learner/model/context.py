@@ -3,9 +3,9 @@
 Every rank knows all token ids; it embeds and transforms its own share of the tokens. For attention
 the ranks exchange heads for tokens (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509): each
 rank then has all tokens of its share of the heads, and one causal call over whole sequences does
-the rest. If the ranks do not divide the heads, groups of ranks share them, and the keys and values
-of all tokens are sent to each group, as in training Llama 3 (arXiv:2407.21783, 3.3.2). A group's
-tokens are then two pieces, one from the front and one from the back, so that all groups attend to
+the rest. If the ranks do not divide the heads, they form rings: heads are exchanged within a ring,
+and keys and values that another ring's queries see are sent to it (ring_attention.py). A ring's
+tokens are then two runs, one from the front and one from the back, so that all rings attend to
 about as many keys.
 
 Shares differ by a unit at most, which is a token, or one for each rank of sequence parallelism: no
@@ -16,7 +16,6 @@ different heads and r = c / u share them; h query heads, g key and value heads, 
 query and a key, v of a value.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -26,32 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from slipstream.learner.parallel import HeadShares
 
-@dataclass(frozen=True, slots=True)
-class HeadShares:
-    """Division of heads over c ranks (u ways), with sharing (r ways); rank = ring * u + part."""
-
-    parts: int  # u
-    rings: int  # r
-
-    @classmethod
-    def of(cls, *, ranks: int, heads: int, groups: int) -> "HeadShares":
-        """Return the division with the most different heads.
-
-        A rank's queries need their keys: either each rank has whole groups of heads, or several
-        ranks have a copy of one group's keys.
-
-        Args:
-            ranks: c.
-            heads: query heads of one tensor-parallel rank.
-            groups: key and value heads of the same rank.
-        """
-        fitting = [
-            parts
-            for parts in range(1, ranks + 1)
-            if ranks % parts == heads % parts == 0 and (groups % parts == 0 or parts % groups == 0)
-        ]
-        return cls(fitting[-1], ranks // fitting[-1])
+_UNDIVIDED = HeadShares(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +37,7 @@ class TokenSplit:
     count: int  # T
     padded: int  # T', whole units
     rank: int = 0
-    shares: HeadShares = HeadShares(1, 1)
+    shares: HeadShares = _UNDIVIDED
     group: dist.ProcessGroup | None = None  # None: all tokens are here
     unit: int = 1  # tokens that stay together: ranks of sequence parallelism divide them
 
@@ -72,7 +48,7 @@ class TokenSplit:
         *,
         unit: int = 1,
         rank: int = 0,
-        shares: HeadShares = HeadShares(1, 1),
+        shares: HeadShares = _UNDIVIDED,
         group: dist.ProcessGroup | None = None,
     ) -> "TokenSplit":
         """Return the split of ``count`` tokens; each rank has a token, in two pieces two."""
@@ -101,9 +77,11 @@ class TokenSplit:
         least, more = divmod(self.padded // self.unit, self.ranks)
         return [(least + (rank < more)) * self.unit for rank in range(self.ranks)]
 
-    def _of_rings(self) -> list[list[tuple[int, int]]]:
-        """Return first and last token (exclusive) of each ring's two runs of tokens."""
+    def runs_of_rings(self) -> list[list[tuple[int, int]]]:
+        """First and last token (exclusive) of each run of tokens of each ring, in its order."""
         rows, parts, rings = self.rows, self.shares.parts, self.shares.rings
+        if rings == 1:
+            return [[(0, self.padded)]]
         counts = [sum(rows[ring * parts : (ring + 1) * parts]) for ring in range(rings)]
         lengths = [(count + 1) // 2 for count in counts]
         lengths += [count // 2 for count in reversed(counts)]
@@ -111,12 +89,20 @@ class TokenSplit:
         return [[runs[ring], runs[-1 - ring]] for ring in range(rings)]
 
     @property
+    def exchange_sizes(self) -> tuple[list[int], list[int]]:
+        """Tokens that go to each rank of the group for other heads, and come from each."""
+        rows, to_ranks, from_ranks = self.rows, [0] * self.ranks, [0] * self.ranks
+        to_ranks[self.peers] = [rows[self.rank]] * self.shares.parts
+        from_ranks[self.peers] = rows[self.peers]
+        return to_ranks, from_ranks
+
+    @property
     def runs(self) -> list[tuple[int, int]]:
         """First and last token (exclusive) of each run of this rank's tokens, in their order."""
         rows = self.rows
         first = sum(rows[self.peers.start : self.rank])  # place among those of the ring
         end, at, found = first + rows[self.rank], 0, []
-        for start, stop in self.pieces():
+        for start, stop in self.runs_of_rings()[self.ring]:
             begins, ends = max(first - at, 0), min(end - at, stop - start)
             if begins < ends:
                 found.append((start + begins, start + ends))
@@ -130,7 +116,7 @@ class TokenSplit:
         """
         if self.shares.rings == 1:
             return None
-        runs = [run for of_ring in self._of_rings() for run in of_ring]
+        runs = [run for of_ring in self.runs_of_rings() for run in of_ring]
         return torch.cat([torch.arange(*run, device=device) for run in runs])
 
     def mine(self, values: Tensor, fill: float = 0) -> Tensor:
@@ -153,35 +139,24 @@ class TokenSplit:
             every = every[..., order.argsort()]
         return every[..., : self.count]
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Return first and last token (exclusive) of each run of tokens of this rank's ring.
-
-        The order is that of exchanged queries.
-        """
-        if self.shares.rings == 1:
-            return [(0, self.padded)]
-        return self._of_rings()[self.ring]
-
     def exchanged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange heads for tokens, all in one message to each rank.
+        """Exchange heads for tokens in this rank's ring, all in one message to each rank.
 
-        Queries are then those of this ring's tokens, [T'/c, h, d] -> [T'/r, h/u, d]; keys and
-        values those of all tokens, in their order, [T'/c, g, d] -> [T', max(1, g/u), d]. The
-        results may be parts of one tensor.
+        Queries, keys and values are then those of the ring's tokens, in the order of its runs:
+        [T'/c, h, d] -> [T'/r, h/u, d], and [T'/c, g, d] -> [T'/r, max(1, g/u), d]. The results may
+        be parts of one tensor.
         """
-        if self.group is None:
+        if self.shares.parts == 1:
             return query, key, value
         return _Exchange.apply(self, query, key, value)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves apply untyped
 
     def returned(self, outputs: Tensor) -> Tensor:
         """Send attention's outputs back to the tokens' ranks: [T'/r, h/u, v] -> [T'/c, h, v]."""
-        if self.group is None:
+        if self.shares.parts == 1:
             return outputs
-        rows, to_ranks, from_ranks = self.rows, [0] * self.ranks, [0] * self.ranks
-        to_ranks[self.peers] = rows[self.peers]
-        from_ranks[self.peers] = [rows[self.rank]] * self.shares.parts
+        from_ranks, to_ranks = self.exchange_sizes
         by_part: Tensor = _Return.apply(outputs, to_ranks, from_ranks, self.group)  # type: ignore[no-untyped-call]
-        mine = by_part.view(self.shares.parts, rows[self.rank], *by_part.shape[1:])
+        mine = by_part.view(self.shares.parts, -1, *by_part.shape[1:])
         return mine.transpose(0, 1).flatten(1, 2)
 
 
@@ -214,11 +189,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Queries, keys and values for ``TokenSplit.exchanged``: one exchange in each direction.
-
-    A rank sends rows of its tokens to each rank: the heads of its part, keys and values behind the
-    queries; to other rings only keys and values.
-    """
+    """Queries, keys and values for ``TokenSplit.exchanged``: one exchange in each direction."""
 
     @staticmethod
     @override
@@ -240,26 +211,11 @@ class _Exchange(torch.autograd.Function):
         widths = [prod(kind) for kind in kinds]
         ctx.of = split, copies, kinds, widths  # type: ignore[attr-defined]  # torch's way
         every = torch.cat([t.flatten(2) for t in by_part], dim=-1)  # [u, T'/c, all widths]
-        others = every[..., widths[0] :]
-        rings = [every if i == split.ring else others for i in range(split.shares.rings)]
-        to_ranks, from_ranks = _sizes(split, widths)
-        received = _all_to_all(
-            _joined([ring.flatten() for ring in rings]), to_ranks, from_ranks, split.group
+        received = _all_to_all(every.flatten(0, 1), *split.exchange_sizes, split.group)
+        q, k, v = (
+            t.view(len(t), *kind)
+            for t, kind in zip(torch.split(received, widths, 1), kinds, strict=True)
         )
-        order = split.order(query.device)
-        if order is None:
-            queries, *keys_and_values = torch.split(received.view(-1, sum(widths)), widths, 1)
-        else:
-            blocks = [
-                block.view(rows, -1)
-                for block, rows in zip(torch.split(received, from_ranks), split.rows, strict=True)
-            ]
-            queries = torch.cat([block[:, : widths[0]] for block in blocks[split.peers]])
-            laid_out = torch.cat([block[:, -sum(widths[1:]) :] for block in blocks])
-            in_order = laid_out.index_select(0, order.argsort())
-            keys_and_values = list(torch.split(in_order, widths[1:], 1))
-        of_kinds = zip((queries, *keys_and_values), kinds, strict=True)
-        q, k, v = (t.view(len(t), *kind) for t, kind in of_kinds)
         return q, k, v
 
     @staticmethod
@@ -268,50 +224,21 @@ class _Exchange(torch.autograd.Function):
         ctx: torch.autograd.function.BackwardCFunction, *grads: Tensor
     ) -> tuple[None, Tensor, Tensor, Tensor]:
         split, copies, kinds, widths = ctx.of  # type: ignore[attr-defined]
-        queries, *others = (grad.flatten(1) for grad in grads)
-        order = split.order(queries.device)
-        if order is None:
-            sent = torch.cat([queries, *others], dim=1).flatten()
-        else:
-            keys = torch.cat(others, dim=1).index_select(0, order)
-            by_rank = list(torch.split(keys, split.rows))
-            of_ring = torch.split(queries, split.rows[split.peers])
-            own = zip(of_ring, by_rank[split.peers], strict=True)
-            by_rank[split.peers] = [torch.cat(both, dim=1) for both in own]
-            sent = torch.cat([block.flatten() for block in by_rank])
-        to_ranks, from_ranks = _sizes(split, widths)
+        to_ranks, from_ranks = split.exchange_sizes
+        sent = torch.cat([grad.flatten(1) for grad in grads], dim=1)
         received = _all_to_all(sent, from_ranks, to_ranks, split.group)
-        parts, count = split.shares.parts, split.rows[split.rank]
-        sizes = [sum(to_ranks[i * parts : (i + 1) * parts]) for i in range(split.shares.rings)]
-        rings = [ring.view(parts, count, -1) for ring in torch.split(received, sizes)]
-        of_queries = rings[split.ring][..., : widths[0]]
-        summed = _summed([ring[..., -sum(widths[1:]) :] for ring in rings])
-        of_keys = torch.split(summed, widths[1:], -1)
+        by_part = received.view(split.shares.parts, -1, sum(widths))
         q, k, v = (
-            t.unflatten(-1, kind).transpose(0, 1).flatten(1, 2)
-            for t, kind in zip((of_queries, *of_keys), kinds, strict=True)
+            t.reshape(*t.shape[:2], *kind).transpose(0, 1).flatten(1, 2)
+            for t, kind in zip(torch.split(by_part, widths, -1), kinds, strict=True)
         )
         if copies > 1:
-            k, v = (t.unflatten(1, (-1, copies)).sum(2) for t in (k, v))
+            k, v = (t.view(len(t), -1, copies, t.size(-1)).sum(2) for t in (k, v))
         return None, q, k, v
-
-
-def _sizes(split: TokenSplit, widths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return how many numbers go to each rank, and come from each."""
-    of_ranks = [sum(widths[1:])] * split.ranks
-    of_ranks[split.peers] = [sum(widths)] * split.shares.parts
-    rows = split.rows
-    return [rows[split.rank] * width for width in of_ranks], [
-        count * width for count, width in zip(rows, of_ranks, strict=True)
-    ]
 
 
 def _joined(several: list[Tensor]) -> Tensor:
     return several[0] if len(several) == 1 else torch.cat(several)
-
-
-def _summed(several: list[Tensor]) -> Tensor:
-    return several[0] if len(several) == 1 else torch.stack(several).sum(0)
 
 
 class _Return(torch.autograd.Function):

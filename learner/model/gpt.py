@@ -11,7 +11,7 @@ parallelism; H hidden size, V the vocabulary padded to a multiple of tp.
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -29,7 +29,7 @@ from torch import Tensor
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, fused_gradients, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
-from slipstream.learner.model.context import HeadShares, TokenSplit
+from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
 from slipstream.learner.model.experts.routing import hand_on_choices
@@ -38,7 +38,7 @@ from slipstream.learner.model.layers import install_swiglu, layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.model.shared_prompts import SharedPrompts
-from slipstream.learner.parallel import ParallelSizes
+from slipstream.learner.parallel import HeadShares, ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -143,7 +143,7 @@ class ModelInput:
         token_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
-        max_seqlen: int,
+        lengths: Sequence[int],
         shared: SharedPrompts | None = None,
     ) -> "ModelInput":
         """Divide a microbatch over ranks.
@@ -156,7 +156,7 @@ class ModelInput:
             token_ids: [T] int64.
             position_ids: [T] int64, from 0 in each sequence.
             cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
-            max_seqlen: exact length of the longest sequence.
+            lengths: B tokens of each sequence, on the host.
             shared: prompts that are computed once; not under context parallelism.
         """
         if shared is not None:
@@ -168,7 +168,7 @@ class ModelInput:
             token_ids = F.pad(token_ids, (0, missing))
             position_ids = torch.cat([position_ids, torch.arange(missing, device=where)])
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
-            max_seqlen = max(max_seqlen, missing)
+            lengths = [*lengths, missing]
             padded = None if shared is None else shared.padded(missing)
         whole = dataclasses.replace(split, count=split.padded)
         positions = whole.mine(position_ids)
@@ -176,8 +176,9 @@ class ModelInput:
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens if padded is None else padded.cu_queries,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen if padded is None else padded.max_queries,
-            max_seqlen_kv=max_seqlen,
+            max_seqlen_q=max(lengths, default=0) if padded is None else padded.max_queries,
+            max_seqlen_kv=max(lengths, default=0),
+            lengths=tuple(lengths),
             rotation=config.rotary.at(positions),
             split=split,
             shared=padded,

@@ -177,7 +177,7 @@ class ModelPasses(Generic[Output]):
                 batch.token_ids,
                 batch.position_ids,
                 batch.cu_seqlens,
-                batch.max_seqlen,
+                batch.lengths,
                 batch.shared,
             )
             given = self._replaying(batch, given, trains=trains)

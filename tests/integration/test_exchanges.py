@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ LAYERS, HIDDEN = 4, 64
 # Passes of a part, with and without gradients: a step has those of a proximal policy, a reference
 # and a critic, and trains policy and critic.
 PASSES = {"policy": (1, 0), "reference": (1, 0), "critic": (1, 0), "step": (3, 2)}
-OF_CPU = {"slipstream.learner.model.attention:<genexpr>"}  # bounds; a GPU's kernel takes them
+OF_CPU = {"slipstream.learner.model.ring_attention:_sequences"}  # a GPU's kernel takes bounds
 RESULTS = "slipstream.learner.model.collectives:broadcast_frames"  # names of the last stage's
 IN_PASSES = (
     "slipstream.learner.model.",
@@ -51,11 +52,36 @@ class Division(NamedTuple):
             "context_parallel": self.context,
         }
 
-    def shares(self, lengths: Sequence[int], rank: int) -> list[int]:
+    def shares(self, lengths: Sequence[Sequence[int]], rank: int) -> list[int]:
         """Return a context-parallel rank's tokens of each microbatch, and of those that fill up."""
         missing = -len(lengths) % (self.pipeline if self.chunks > 1 else 1)
-        every = [max(length, self.context) for length in (*lengths, *[0] * missing)]
+        every = [max(sum(one), self.context) for one in (*lengths, *[[]] * missing)]
         return [length // self.context + (rank < length % self.context) for length in every]
+
+    def exchanges(self, lengths: Sequence[Sequence[int]], forward: int, whole: int) -> int:
+        """Return the exchanges of a layer's attention in passes over all microbatches.
+
+        Heads for tokens and back, in one each; between two rings once more, where a sequence lies
+        on both; and so their gradients, for which keys are sent again.
+        """
+        if self.context == 1:
+            return 0
+        rings = max(1, self.context // self.heads)
+        return sum(
+            (2 + crosses) * forward + (4 + 3 * crosses) * whole
+            for crosses in (rings > 1 and between_two_rings(one) for one in lengths)
+        )
+
+
+def between_two_rings(lengths: Sequence[int]) -> bool:
+    """Return whether a query of one ring sees a key of another: all but a cut may part them.
+
+    Each ring has the first and the last quarter of the tokens, or the second and the third.
+    """
+    count, ends = sum(lengths), list(accumulate(lengths))
+    outer = (count + 1) // 2
+    cuts = ((outer + 1) // 2, count - outer // 2)
+    return any(cut not in ends for cut in cuts)
 
 
 def shaped(rows: Iterable[int], times: int) -> Counter[tuple[int, ...]]:
@@ -107,10 +133,9 @@ def test_ranks_send_each_other_the_tensors_of_the_plan_alone(tmp_path: Path, div
         for name, part in report["parts"].items():
             check_stages(division, rank, part, rows, name)
             forward, whole = PASSES[name]
-            # Heads for tokens and back, in one exchange each, and so their gradients.
             exchanges = part.pop("all_to_all_single", [])
-            each = 2 * forward + 4 * whole if division.context > 1 else 0
-            assert len(exchanges) == each * layers * len(rows), name
+            expected = division.exchanges(report["lengths"], forward, whole)
+            assert len(exchanges) == expected * layers, name
             computed = part.pop("rows")  # rows of the policy's layers
             if name == "policy":
                 assert Counter(computed) == Counter(rows * layers), "padding is computed"

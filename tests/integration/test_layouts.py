@@ -33,7 +33,10 @@ class Family(NamedTuple):
 
 DENSE, TIED, EXPERTS = Family("qwen3", 4), Family("qwen2"), Family("qwen3_moe")
 LATENT = Family("deepseek_v3", 3)
-FEW_HEADS = Family("qwen3", 2, heads=2)
+# Heads that context parallelism does not divide over its ranks: rings share them.
+FEW_HEADS, ONE_HEAD = Family("qwen3", 2, heads=2), Family("qwen3", 2, heads=1)
+FEW_LATENT, FEW_EXPERTS = Family("deepseek_v3", 3, heads=2), Family("qwen3_moe", heads=2)
+LATENTS = LATENT, FEW_LATENT
 
 
 class Layout(NamedTuple):
@@ -94,6 +97,9 @@ SLOW = [
     ),
     layout("cp4", 4, DENSE, context=4),
     layout("cp4-few-heads", 4, FEW_HEADS, context=4),
+    layout("cp3-one-head", 3, ONE_HEAD, context=3),
+    layout("cp4-few-heads", 4, FEW_LATENT, context=4),
+    layout("cp4-ep2-few-heads", 4, FEW_EXPERTS, context=4, expert=2),
     layout("tp2-cp2", 4, TIED, tensor=2, context=2),
     layout("pp2-cp2", 4, DENSE, pipeline=2, context=2),
     layout("pp2-dp2", 4, DENSE, pipeline=2),
@@ -158,8 +164,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
         folder = tmp_path_factory.mktemp(family.name)
         changed = {"num_hidden_layers": family.layers, "num_attention_heads": family.heads}
         if family.heads < 4:
-            changed["num_key_value_heads"] = 1
-        write = write_family if family is LATENT else write_tiny_model
+            changed["num_key_value_heads"] = family.heads if family in LATENTS else 1
+        write = write_family if family in LATENTS else write_tiny_model
         model = write(folder / "model", family.name, **changed)
         other = Path(shutil.copytree(model, folder / "reference"))
         generator = torch.Generator().manual_seed(11)
@@ -216,7 +222,7 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     (tmp_path / "reference").symlink_to(one.work.parent / "reference")
     outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
     section = LearnerSection(ranks=laid_out.ranks, **laid_out.learner)
-    has_experts = laid_out.family in {EXPERTS, LATENT}
+    has_experts = laid_out.family in {EXPERTS, FEW_EXPERTS, *LATENTS}
     overlaps = section.sizes.has_copies(section.ranks, has_experts=has_experts)
     for rank, report in enumerate(reports(work, laid_out.ranks)):
         assert report["overlaps"] == [overlaps, overlaps]

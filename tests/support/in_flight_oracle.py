@@ -61,7 +61,7 @@ class LearnersModels:
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
         positions = torch.cat([torch.arange(length) for length in lengths])
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-        logits = packed_logits(model, tokens, positions, cu_seqlens, max(lengths))
+        logits = packed_logits(model, tokens, positions, cu_seqlens, lengths)
         logits = logits[:, : model.hf_config.vocab_size]
         return [
             next_logprobs(part[:-1], torch.tensor(sequence[1:]), self._barred)

@@ -9,6 +9,7 @@ are left out. Letters:
     d    copies of a rank's weights, whose gradients are summed (d' of experts')
     m    microbatches of a replica in one update; v chunks of layers on a stage
     K    tokens of one replica's step, on a rank of context parallelism
+    u, r different shares of heads, and rings that have all of them: c = u x r
     h, L hidden size, layers; L' layers with experts, k experts of a token
     N    parameters of a rank
 """
@@ -21,6 +22,7 @@ from slipstream.deploy.predict.laws.gpus import Cluster
 from slipstream.deploy.predict.memory.learner_rank import rank_parameters, updated_parameters
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.division import stage_layers
+from slipstream.learner.parallel import HeadShares
 from slipstream.wire.models.flops import SequenceCost, num_multiplied_parameters
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -28,6 +30,7 @@ _ELEMENT = 2  # bytes of a weight or an activation: bfloat16
 _GRADIENT = 4
 _UPDATE_BYTES = 28  # bytes per parameter that a CPU's Adam reads and writes: three and four floats
 _UPDATE_ON_GPU_BYTES = 30  # the same, and the weight in bfloat16
+_RING_PASSES = 1.5  # in one direction: keys forward; backward keys again, and their gradients
 _FORWARD = 1 / 3  # share of a forward and backward pass
 
 
@@ -108,8 +111,7 @@ def step_figures(
         idle = compute * (sizes.pipeline - 1) / (microbatches * sizes.chunks)
         law = f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both"
         figures.append(Figure("bubbles", idle, "s", law))
-    tokens = work.tokens / (replicas * sizes.context)
-    figures += _exchanges(hf, settings, cluster, tokens, passes.one_way)
+    figures += _exchanges(hf, settings, cluster, work, passes.one_way)
     figures += _updates(hf, settings, cluster)
     return [figure for figure in figures if figure.value]
 
@@ -142,7 +144,7 @@ def _microbatches(settings: LearnerSettings, work: Work, replicas: int) -> int:
 
 
 def _exchanges(
-    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, tokens: float, passes: float
+    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, work: Work, passes: float
 ) -> list[Figure]:
     """Return the exchanges between ranks of a replica in the layers.
 
@@ -150,10 +152,12 @@ def _exchanges(
         hf: the policy's architecture.
         settings: Settings of the learner.
         cluster: The learner's hosts.
-        tokens: Tokens of a rank.
+        work: Work of the step.
         passes: Passes over the tokens in one direction, including repeated ones.
     """
-    sizes, lengths, figures = settings.learner.sizes, hf.sizes, list[Figure]()
+    learner, lengths, figures = settings.learner, hf.sizes, list[Figure]()
+    sizes = learner.sizes
+    tokens = work.tokens / (sizes.replicas(learner.ranks) * sizes.context)
 
     def add(what: str, num_bytes: float, group: int, law: str) -> None:
         figures.append(Figure(what, cluster.exchange_s(num_bytes, group), "s", law))
@@ -166,10 +170,26 @@ def _exchanges(
         law = f"{times:.3g} x 2 h K L / p x (t - 1) / t bytes over NVLink"
         add("tensor parallelism", num_bytes, tensor, law)
     if context > 1:
-        channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
-        num_bytes = passes * _ELEMENT * channels * tokens * layers * (context - 1) / context
-        law = f"{passes:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (c - 1) / c bytes"
-        add("context parallelism", num_bytes, tensor * context, law)
+        shares = HeadShares.of(
+            ranks=context,
+            heads=hf.num_attention_heads // tensor,
+            groups=max(1, hf.num_query_groups // tensor),
+        )
+        parts, rings = shares.parts, shares.rings
+        if parts > 1:
+            channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
+            num_bytes = passes * _ELEMENT * channels * tokens * layers * (parts - 1) / parts
+            law = (
+                f"{passes:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (u - 1) / u bytes"
+            )
+            add("heads for tokens", num_bytes, tensor * context, law)
+        if rings > 1:
+            times, channels = _RING_PASSES * passes, 2 * lengths["keys"] / tensor
+            most = learner.max_tokens_per_microbatch
+            share = min(0.75 * (rings - 1) / rings, work.mean_tokens / most)
+            num_bytes = times * _ELEMENT * channels * tokens * rings * layers * share
+            law = f"{times:.3g} x 2 (keys, values) / t K r L / p x {share:.3g} of the tokens, bytes"
+            add("keys between rings", num_bytes, tensor * context, law)
     group = sizes.expert * sizes.expert_tensor
     if group > 1:
         times = 2 * passes

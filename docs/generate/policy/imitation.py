@@ -142,7 +142,7 @@ def share_right(model: GPTModel, rows: Sequence[Row], *, seed: int | None) -> fl
     for _ in range(max(len(row.answer) for row in rows)):
         batch = pack([_sequence(ids, []) for ids in sequences], device.device())
         logits = packed_logits(
-            model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+            model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.lengths
         )
         last = logits[(batch.cu_seqlens[1:] - 1).long()]
         chosen = (

@@ -3,8 +3,9 @@
 Stages exchange tensors with the manners of NCCL: messages that wait for each other hang.
 
 Usage: exchanges MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
-Writes WORK_FOLDER/RANK.json: lengths of the microbatches, and by part of a step the messages, rows
-of layers, exchanges of attention and reads; fields of Megatron's configuration on a GPU and here.
+Writes WORK_FOLDER/RANK.json: lengths of each microbatch's sequences, and by part of a step the
+messages, rows of layers, exchanges of attention and reads; fields of Megatron's configuration on a
+GPU and here.
 """
 
 import dataclasses
@@ -127,7 +128,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
         "exports": exports,
         "publish": dict(messages.seen),
         "not as exported": unlike,
-        "lengths": [len(batch.token_ids) for batch in batches],
+        "lengths": [batch.lengths for batch in batches],
         "parts": parts,
         "unlike": fields_by_device(policy, settings),
     }

@@ -78,7 +78,7 @@ def results(model) -> list[torch.Tensor]:  # noqa: ANN001 - known only after pre
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     token_ids = torch.arange(sum(LENGTHS)) % 100
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    hidden = packed_forward(model, token_ids, positions, bounds, max(LENGTHS))
+    hidden = packed_forward(model, token_ids, positions, bounds, LENGTHS)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)))
     gradients = [p.grad for _, p in model.named_parameters() if p.grad is not None]
     return [hidden.detach(), *gradients]

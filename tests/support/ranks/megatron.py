@@ -65,7 +65,7 @@ def forward_backward(model, topology):  # noqa: ANN001 - known only after prepar
     lengths = [len(sequence) for sequence in mine]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = packed_forward(model, torch.cat(mine), positions, cu_seqlens, max(lengths))
+    hidden = packed_forward(model, torch.cat(mine), positions, cu_seqlens, lengths)
     targets = torch.cat([sequence.roll(-1) for sequence in mine])
     layer = OutputLayer(
         weight=output_weight(model),
@@ -104,7 +104,7 @@ def kernels_of_many_sequences(model) -> list[int]:  # noqa: ANN001 - known only 
     positions = torch.cat([torch.arange(n) for n in lengths])
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     with Kernels() as forward:
-        hidden = packed_forward(model, token_ids, positions, bounds, max(lengths))
+        hidden = packed_forward(model, token_ids, positions, bounds, lengths)
     with Kernels() as backward:
         hidden.sum().backward()
     return [forward.count, backward.count]

@@ -146,7 +146,7 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainTrajectory) -> list[fl
     given = (tokens, torch.arange(count), torch.tensor([0, count], dtype=torch.int32))
     with torch.no_grad():
         on_device = [one.to(device.device()) for one in given]
-        logits = packed_logits(model, *on_device, count).cpu()
+        logits = packed_logits(model, *on_device, [count]).cpu()
     values = [0.0]
     for t in range(1, count):
         row = (logits[t - 1] / sequence.temperature)[: model.hf_config.vocab_size].clone()

@@ -66,6 +66,7 @@ def distance_of_ways(batch: PackedBatch) -> float:
     from slipstream.learner.model import attention
     from slipstream.learner.model.context import TokenSplit
     from slipstream.learner.model.rotary import Rotation
+    from tests.support.bounded_attention import bounded_attention
 
     shared = batch.shared
     assert shared is not None
@@ -75,7 +76,8 @@ def distance_of_ways(batch: PackedBatch) -> float:
         cu_seqlens_q=shared.cu_queries,
         cu_seqlens_kv=batch.cu_seqlens,
         max_seqlen_q=shared.max_queries,
-        max_seqlen_kv=batch.max_seqlen,
+        max_seqlen_kv=max(batch.lengths),
+        lengths=batch.lengths,
         rotation=Rotation(torch.empty(0), torch.empty(0)),
         split=TokenSplit(count, count),
         shared=shared,
@@ -86,7 +88,7 @@ def distance_of_ways(batch: PackedBatch) -> float:
     query, key, value = given
     ours = attention.shared_attention(query, key, value, layout, shared, 0.3)
     every = shared.of_all(key), shared.of_all(value)
-    theirs = attention.bounded_attention(query, *every, layout.pieces[0], 0.3)
+    theirs = bounded_attention(query, *every, layout.bounds, 0.3)
     weights = torch.randn(ours.shape, generator=draw)
     gradients = [torch.autograd.grad((o * weights).sum(), given) for o in (ours, theirs)]
     pairs = [(ours, theirs), *zip(*gradients, strict=True)]

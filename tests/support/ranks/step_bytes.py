@@ -59,6 +59,7 @@ def _compute_as_a_gpu(counter: MovedBytes) -> None:
     """Count from shapes what a GPU computes by one operator, and a CPU by several."""
     from slipstream.learner.model import attention
     from slipstream.learner.model.cuda_attention import AttentionBounds
+    from tests.support.bounded_attention import bounded_attention
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         with counter.paused():
@@ -83,7 +84,7 @@ def _compute_as_a_gpu(counter: MovedBytes) -> None:
         query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
     ) -> Tensor:
         def attend_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attention.bounded_attention(query, key, value, bounds, scale)
+            return bounded_attention(query, key, value, bounds, scale)
 
         taken, given = memory(query, key, value), memory(query) // query.size(-1) * value.size(-1)
         forward = taken + given + 4 * query.size(0) * query.size(1)  # a sum of each row

@@ -71,7 +71,7 @@ def test_sequences_are_laid_end_to_end_without_padding():
     assert batch.token_ids.tolist() == [7, 8, 9, 5, 6]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
-    assert batch.max_seqlen == 3
+    assert max(batch.lengths) == 3
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert batch.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
     assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
@@ -392,7 +392,7 @@ def test_branches_attend_to_themselves_and_are_one_trajectory():
     assert batch.cu_seqlens.tolist() == [0, 3, 10, 15, 17]
     assert batch.cu_trajectories.tolist() == [0, 3, 15, 17]
     assert batch.position_ids.tolist() == [*range(3), *range(7), *range(5), *range(2)]
-    assert batch.max_seqlen == 7
+    assert max(batch.lengths) == 7
 
 
 def test_of_the_last_token_of_each_branch_no_experts_are_known():

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.learner.model.context import HeadShares, TokenSplit
+from slipstream.learner.model.context import TokenSplit
+from slipstream.learner.parallel import HeadShares
 
 CPU = torch.device("cpu")
 
@@ -32,5 +33,5 @@ def test_tokens_are_divided_as_evenly_as_units_allow(count: int, unit: int, part
         tokens = [token for run in split.runs for token in range(*run)]
         assert mine == [token + 1 if token < count else 0 for token in tokens]
         assert len(mine) == number
-        for first, end in split.pieces():
+        for first, end in split.runs_of_rings()[split.ring]:
             assert first < end, "attention has a query in each piece"
