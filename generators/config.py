@@ -13,6 +13,8 @@ from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import AUTO, FALLBACK, TRANSPORTS, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.fp8 import quantization_trouble
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section
@@ -52,7 +54,8 @@ _ONE = {
 }
 # Settings refused for any engine, with reasons.
 _REFUSED = {
-    "quantization": "an engine must hold the learner's weights bit by bit",
+    "quantization": "an engine must hold the published weights bit by bit; weightbus.precision has "
+    "them published in fp8",
     "enforce_shared_experts_fusion": "the check of an engine's weights and routing replay know "
     "shared experts by themselves alone",
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
@@ -64,6 +67,7 @@ _SWITCHED_ON = (
     "enable_mixed_chunk",
     "enable_session_radix_cache",
 )
+_FP8_KERNELS = "fp8_gemm_runner_backend"
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
 _MAX_GENERATORS = 10_000  # served by one relay
@@ -291,6 +295,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
     config = _model_config(folder)
     _check_adapters(settings, config)
     _check_ranks(settings.generators.sglang, config)
+    _check_precision(settings, folder)
     _check_nodes(settings)
     _check_replay(settings.run, config)
     _check_environment(settings)
@@ -413,6 +418,29 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
             raise ConfigError(
                 f"{name} of run.model must be a multiple of {setting}, got {size} and {share}"
             )
+
+
+def _check_precision(settings: GeneratorSettings, folder: Path) -> None:
+    """Refuse weights in fp8 whose blocks the ranks of an engine would cut."""
+    if not settings.weightbus.is_fp8:
+        return
+    generators = settings.generators
+    kernels = generators.sglang.get(_FP8_KERNELS, "triton")
+    if kernels != "triton":
+        raise ConfigError(
+            f'generators.sglang.{_FP8_KERNELS} = "{kernels}" with weightbus.precision = "fp8": '
+            'expected "triton", which reads weights as they were loaded and checked'
+        )
+    ranks, groups = generators.num_ranks, generators.attention_groups
+    setting = "generators.sglang.tp_size"
+    trouble = quantization_trouble(
+        load_hf_config(folder),
+        attention=(setting + " / attn_dp_size" * (groups > 1), ranks // groups),
+        inner=(setting, ranks),
+        experts=(setting, ranks),
+    )
+    if trouble:
+        raise ConfigError(trouble)
 
 
 def _check_nodes(settings: GeneratorSettings) -> None:

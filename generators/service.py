@@ -110,7 +110,8 @@ async def serve(
 
 def _tensors(settings: GeneratorSettings) -> TensorSet:
     """Return the tensors that a version of the engine's weights has."""
-    tensors = model_tensors(settings.model, dtype=settings.dtype)
+    is_fp8 = settings.weightbus.is_fp8
+    tensors = model_tensors(settings.model, dtype=settings.dtype, is_fp8=is_fp8)
     if not settings.lora.is_named:
         return tensors
     return TensorSet(adapter_shapes(tensors.shapes, settings.lora.facts()), settings.dtype)
@@ -119,7 +120,8 @@ def _tensors(settings: GeneratorSettings) -> TensorSet:
 def _noise(settings: GeneratorSettings) -> Noise:
     """Return the noise of an engine before its first probe."""
     limit = settings.weightbus.probe_limit
-    return Noise(settings.dtype, has_experts=settings.has_experts, limit=limit)
+    dtype = "fp8" if settings.weightbus.is_fp8 else settings.dtype
+    return Noise(dtype, has_experts=settings.has_experts, limit=limit)
 
 
 async def _inline_rewards(

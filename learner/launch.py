@@ -27,7 +27,7 @@ from slipstream.learner.layout import Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.cuda_attention import choose_attention
-from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.division import refuse_policy
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, NodeWatch
@@ -80,7 +80,7 @@ def run_learner(
     """
     algorithm = algorithm_of(settings)
     hf = load_hf_config(settings.model)
-    refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
+    refuse_policy(hf, settings)
     if launch.resumes and place.node == 0:
         fetch_newer(settings)
     is_replay, teaches = launch.replay is not None, algorithm.choice.learns_from_equal_rewards

@@ -260,7 +260,9 @@ class LearnerLoop:
     def _contents(self) -> Contents:
         model = self._policy.model
         is_named = self._settings.lora.is_named
-        return AdaptersAlone(model) if is_named else Contents(model)
+        if is_named:
+            return AdaptersAlone(model)
+        return Contents(model, is_fp8=self._settings.weightbus.is_fp8)
 
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out, with a probe if due; the transfer does not wait.

@@ -56,13 +56,13 @@ def _main() -> int:
         logs = log_settings(table)
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
-            from slipstream.learner.model.division import refuse_layout
+            from slipstream.learner.model.division import refuse_policy
             from slipstream.learner.training.algorithm import algorithm_of
             from slipstream.wire.models.hf_config import load_hf_config
 
             algorithm_of(settings)
             hf = load_hf_config(model_folder(settings.run))
-            refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
+            refuse_policy(hf, settings)
     except ConfigError as error:
         return refuse_settings(error, arguments)
     if arguments.dry_run:

@@ -30,6 +30,11 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     transport: str = AUTO
     """`auto` is tcp. `collective` writes into the engine while it is paused; `tcp` and `disk` load
     a version that was received and checked before, for which the engine's host needs memory."""
+    precision: Literal["trained", "fp8"] = "trained"
+    """Weights of the engines: as the learner trains them, or the matrices of its layers in fp8, in
+    blocks of 128 x 128 (e4m3), quantized as a version is written: half of the bytes to send and to
+    hold. Engines then sample from another policy than is trained, which importance weights correct:
+    see `staleness/mismatch_kl@lag0`."""
     in_flight: Literal["retract", "in_place"] = "retract"
     """Effect of a pause on unfinished answers: retract recomputes their keys and values under the
     new weights, in_place keeps them and disables the prefix cache."""
@@ -44,8 +49,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     probe_tokens: ProbeTokens = 48
     """Random tokens of each, or as many as the model has positions; half of them are context."""
     probe_limit: NotNegative = 0.0
-    """Mean difference of logprobs, in nats, that is never taken for noise: 0 is 0.02 in float32 and
-    0.3 in bfloat16."""
+    """Mean difference of logprobs, in nats, that is never taken for noise: 0 is 0.02 in float32,
+    0.3 in bfloat16 and 0.5 in fp8."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Carries the buckets of a collective; auto is NCCL to an engine on a GPU and gloo to one on
     a CPU."""
@@ -105,6 +110,11 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """How long the relay outlives a learner that died."""
 
     @property
+    def is_fp8(self) -> bool:
+        """True if engines hold the matrices of layers in fp8."""
+        return self.precision == "fp8"
+
+    @property
     def digest_kind(self) -> Literal["xxh3", "keyed", "blake2b"]:
         """How digests are computed."""
         if self.digests != "auto":
@@ -133,6 +143,16 @@ def weightbus_section(table: Table) -> WeightBusSection:
             f'weightbus.transport = "{found.transport}" writes into the weights of a paused '
             f"engine, and with lora.rank versions are adapters beside them: set {others}, or "
             'lora.publish = "merged"'
+        )
+    if found.is_fp8 and is_live:
+        raise ConfigError(
+            f'weightbus.precision = "fp8" with weightbus.transport = "{found.transport}": a '
+            'collective carries no such numbers; set "tcp" or "disk"'
+        )
+    if found.is_fp8 and lora_section(table).is_named:
+        raise ConfigError(
+            'weightbus.precision = "fp8" with lora.rank: versions are adapters of weights that '
+            'engines have already; set lora.publish = "merged"'
         )
     if found.fanout and found.digest_kind != "blake2b":
         raise ConfigError(

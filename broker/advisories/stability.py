@@ -181,6 +181,27 @@ def _mismatch_kl_rising_with_lag(view: RunView) -> Finding | None:
     return Finding(text, "run.max_staleness_steps")
 
 
+@RULES.add
+def _mismatch_kl_without_lag(view: RunView) -> Finding | None:
+    """Name what an engine in fp8 costs: tokens of the newest policy are another's as well."""
+    column = view.history.steps.get(f"{_BY_LAG}0", ())
+
+    def measure(end: int) -> float | None:
+        values = newest_values(column, end, KL_STEPS)
+        return fmean(values) if len(values) >= KL_ROWS else None
+
+    found = reading(measure, step_window_ends(len(column), KL_STEPS), KL_NATS)
+    if found is None:
+        return None
+    text = (
+        f"The mismatch KL is {found:.2g} at a lag of 0 steps: the engine's numbers, not age, take "
+        f"the data from the policy, and about {1 / (1 + 2 * found):.0%} of it is effective; set "
+        'weightbus.precision = "trained" or generators.dtype to learner.dtype, or leave out '
+        "generators.sglang.kv_cache_dtype."
+    )
+    return Finding(text, "weightbus.precision")
+
+
 def _kl_by_lag(by_lag: Mapping[int, Column]) -> str:
     rows = max(map(len, by_lag.values()))
 

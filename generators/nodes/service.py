@@ -45,7 +45,8 @@ async def follow(
     health = health or Health()
     health.drains_when(stop.is_set)
     health.waits_for(f"node 0 of its engine at {place.address}")
-    tensors = model_tensors(settings.model, dtype=settings.dtype)
+    is_fp8 = settings.weightbus.is_fp8
+    tensors = model_tensors(settings.model, dtype=settings.dtype, is_fp8=is_fp8)
     own = membership_of(settings, name, place)
     link = EngineFollower(own)
     async with AsyncExitStack() as cleanup:

@@ -11,6 +11,7 @@ from slipstream.generators.sglang.replacing import replace
 LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROTARY = "sglang.srt.layers.rotary_embedding.factory"
 QWEN2_MOE = "sglang.srt.models.qwen2_moe"
+FP8 = "sglang.srt.layers.quantization.fp8"
 
 
 def attend_to_latents(module: ModuleType) -> None:

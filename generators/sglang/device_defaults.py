@@ -46,6 +46,9 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
         # A pause in place leaves a batch of the old weights unread.
         "disable_overlap_schedule": settings.weightbus.in_flight == "in_place",
     }
+    if settings.weightbus.is_fp8:
+        # Other kernels rewrite scales after they were loaded.
+        flags["fp8_gemm_runner_backend"] = "triton"
     if settings.environment.is_named:
         flags["prefill_decode_interval"] = _STEPS_BETWEEN_PREFILLS
         # After new weights all prompts are prefilled again: half of the lanes fill at once.

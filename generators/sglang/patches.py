@@ -84,7 +84,7 @@ def install() -> None:
         adoption.adopt_in_scheduler(module)
 
     def check_adapters(module: ModuleType) -> None:
-        hash_on_host(module)
+        hash_bytes(module)
         _check_adapters(module)
 
     def correct_batches(module: ModuleType) -> None:
@@ -106,7 +106,7 @@ def install() -> None:
         _MODEL_RUNNER: shadow_loads.keep_shadow,
         _WEIGHT_UPDATER: _correct_weight_updates,
         _UPDATES_OF_RANK: correct_updates_of_rank,
-        _WEIGHT_CHECKER: hash_on_host,
+        _WEIGHT_CHECKER: hash_bytes,
         _TOKENIZER: adoption.adopt_in_tokenizer,
         _HTTP_SERVER: _freeze_nothing,
         _SESSIONS: keep_sessions,
@@ -115,6 +115,7 @@ def install() -> None:
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
+        cpu_models.FP8: _compute_fp8,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
@@ -575,10 +576,11 @@ def sample_by_seed(module: ModuleType) -> None:
     )
 
 
-def hash_on_host(module: ModuleType) -> None:
-    """Hash tensors on the host by xxh3-128, at the speed of memory, while the engine is paused.
+def hash_bytes(module: ModuleType) -> None:
+    """Hash the bytes of every tensor; on the host by xxh3-128, at the speed of memory.
 
-    SGLang takes sha256, an order of magnitude slower; what is compared has no enemies.
+    SGLang takes sha256 there, an order of magnitude slower; what is compared has no enemies. Of
+    matrices in fp8 it hashes what they stand for, in bfloat16: other bytes may stand for the same.
     """
     import torch  # in the process of the weights, not in the agent's
 
@@ -589,7 +591,12 @@ def hash_on_host(module: ModuleType) -> None:
             return str(of_gpu(t))
         return host_checksum([t.detach().contiguous().view(-1).view(torch.uint8).numpy()])
 
+    def _build_quantized_set(model: Any) -> dict[str, Any]:  # noqa: ANN401
+        del model
+        return {}
+
     replace(module, "_hash_tensor", _hash_tensor)
+    replace(module, "_build_quantized_set", _build_quantized_set)
 
 
 def _keep_manager(module: ModuleType) -> None:
@@ -621,6 +628,12 @@ def _check_adapters(module: ModuleType) -> None:
                     yield f"{manager.lora_refs[uid].lora_name}/{name}", tensor
 
     replace(checker, "_model_state", _model_state)
+
+
+def _compute_fp8(module: ModuleType) -> None:
+    from slipstream.generators.sglang import cpu_fp8  # torch, as above
+
+    cpu_fp8.compute_in_torch(module)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

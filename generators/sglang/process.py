@@ -26,11 +26,11 @@ from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, counted, told
 from slipstream.generators.sglang.start_order import (
     HOST,
     EngineNode,
+    engine_folder,
     environment_of,
     free_port,
     random_api_key,
     server_flags,
-    unquantized_folder,
 )
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
@@ -115,7 +115,8 @@ class SglangProcess:
         flags = server_flags(
             settings, port=port, api_key=api_key, seed_of=name, node=node, defaults=defaults
         )
-        if (folder := unquantized_folder(settings.model, scratch)) is not None:
+        folder = engine_folder(settings.model, scratch, is_fp8=settings.weightbus.is_fp8)
+        if folder is not None:
             flags |= {"model_path": str(folder), "load_format": "dummy"}
         order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
         passed = () if store is None else (store.fileno(),)

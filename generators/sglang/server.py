@@ -5,13 +5,14 @@ of spawned with three, which halves the start-up time; forking after CUDA starte
 so a GPU server spawns as usual.
 """
 
+import argparse
 import gc
 import json
 import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def main() -> None:
     with cpu.uncompiled() if on_cpu else nullcontext():
         from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-        argv = _arguments(flags, set(ServerArgs.__struct_fields__))
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        argv = _arguments(flags, parser)
         if order.get("only_check"):
             return
         from sglang.launch_server import run_server
@@ -96,13 +99,17 @@ def _offer_one_model(folder: Path) -> None:
     os.environ[patches.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
 
 
-def _arguments(flags: Mapping[str, Flag], known: Set[str]) -> list[str]:
-    """Return SGLang's command line; unknown settings are refused before the slow imports."""
+def _arguments(flags: Mapping[str, Flag], parser: argparse.ArgumentParser) -> list[str]:
+    """Return SGLang's command line; unknown settings are refused before the slow imports.
+
+    Some options have other names than their settings.
+    """
+    options = {action.dest: action.option_strings for action in parser._actions}
     argv: list[str] = []
     for name, value in flags.items():
-        if name.replace("-", "_") not in known:
+        if not options.get(name):
             raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")
-        flag = "--" + name.replace("_", "-")
+        flag = options[name][0]
         if value is True:
             argv.append(flag)
         elif isinstance(value, list):

@@ -27,6 +27,7 @@ from slipstream.generators.sglang.patches import (
 )
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.fp8 import quantization_config
 from slipstream.wire.process.environment import handed_on
 from slipstream.wire.process.patience import AT_MOST
 from slipstream.wire.settings.rendezvous import Address
@@ -126,17 +127,23 @@ def described(settings: GeneratorSettings, name: str) -> list[str]:
     ]
 
 
-def unquantized_folder(model: Path, scratch: Path) -> Path | None:
-    """Return a folder without quantization for a quantized model; None for any other model.
+def engine_folder(model: Path, scratch: Path, *, is_fp8: bool = False) -> Path | None:
+    """Return a folder with the quantization of published weights; None if the model's has it.
 
-    The learner dequantizes the weights that it loads and publishes, so an engine needs room for
-    dequantized weights. It begins with dummy weights: it answers nothing before its first version.
+    The learner dequantizes the weights that it loads, and publishes them as settings say, whatever
+    the model's folder has. An engine of another folder begins with dummy weights: it answers
+    nothing before its first version.
     """
     try:
         config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return None  # SGLang reports the error
-    if not isinstance(config, dict) or config.pop("quantization_config", None) is None:
+    if not isinstance(config, dict):
+        return None
+    had = config.pop("quantization_config", None)
+    if is_fp8:
+        config["quantization_config"] = quantization_config()
+    elif had is None:
         return None
     folder = scratch / "model"
     folder.mkdir()

@@ -36,7 +36,12 @@ from slipstream.wire.errors import PublishError
 
 Weights = Iterable[tuple[str, Tensor]]
 _log = logging.getLogger(__name__)
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_TYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _KEPT_FILES = 3  # number of a learner's slots
 
 

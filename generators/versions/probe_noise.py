@@ -7,9 +7,10 @@ from typing import NamedTuple
 from typing_extensions import override
 
 CALIBRATION = 16  # probes from which an engine's noise is learned
-LIMITS = {"float32": 0.02, "bfloat16": 0.3}  # nats: a larger mean is never noise
-FLOORS = {"float32": 2e-5, "bfloat16": 5e-3}  # nats: a smaller one always is
-EXPERTS_FLOORS = {"float32": 5e-3, "bfloat16": 2e-2}  # a token may get another expert
+# Nats, by the type of the engine's matrices.
+LIMITS = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.5}  # a larger mean is never noise
+FLOORS = {"float32": 2e-5, "bfloat16": 5e-3, "fp8": 2e-2}  # a smaller one always is
+EXPERTS_FLOORS = {"float32": 5e-3, "bfloat16": 2e-2, "fp8": 5e-2}  # other experts are chosen
 WORST_OF_MEAN = 16.0  # limits and floors of the worst token, times those of the mean
 
 

@@ -4,10 +4,11 @@ from collections.abc import Collection
 
 import msgspec
 
-from slipstream.learner.config import LearnerSection
+from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.adapters import check_targets
+from slipstream.wire.models.fp8 import quantization_trouble
 from slipstream.wire.models.hf_config import HfConfig
 
 # Megatron's own settings that divide layers over stages, in [learner.megatron].
@@ -74,6 +75,21 @@ def _megatron_layers(num_layers: int, learner: LearnerSection, setting: str) -> 
     stages[0] -= counting[0]
     stages[-1] -= counting[1]
     return tuple(stages)
+
+
+def refuse_policy(hf: HfConfig, settings: LearnerSettings) -> None:
+    """Refuse settings with which the policy cannot be divided, or published as they say.
+
+    Raises:
+        ConfigError: the message names both numbers and the setting.
+    """
+    learner = settings.learner
+    refuse_layout(hf, learner, targets=settings.lora.used_targets)
+    if settings.weightbus.is_fp8:
+        ranks = "learner.tensor_parallel", learner.tensor_parallel
+        of_experts = "learner.expert_tensor_parallel", learner.expert_tensor_parallel
+        if trouble := quantization_trouble(hf, attention=ranks, inner=ranks, experts=of_experts):
+            raise ConfigError(trouble)
 
 
 def refuse_layout(

@@ -14,6 +14,7 @@ from slipstream.learner.model.weights.shards import Shard
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.adapters import adapter_shapes
 from slipstream.wire.models.families.tables import Parameter
+from slipstream.wire.models.fp8 import quantized
 
 
 class Contents:
@@ -21,12 +22,13 @@ class Contents:
 
     in_parts = True  # every host of the learner may keep some of the tensors
 
-    def __init__(self, model: RankModel) -> None:
-        self._model = model
+    def __init__(self, model: RankModel, *, is_fp8: bool = False) -> None:
+        self._model, self._is_fp8 = model, is_fp8
 
     def specs(self) -> list[TensorSpec]:
         """Return all tensors."""
-        return hf_specs(self._model)
+        specs = hf_specs(self._model)
+        return list(quantized(specs)) if self._is_fp8 else specs
 
     def held(self) -> Iterator[tuple[str, Shard]]:
         """Yield the parts that this rank could write, by their names in the whole model."""

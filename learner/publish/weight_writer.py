@@ -12,7 +12,13 @@ from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.model.weights.gathering import exchange, facts_of_all, place_for
 from slipstream.learner.model.weights.hf_weights import dtype_of, geometry_of
-from slipstream.learner.model.weights.shards import Shard, ShardFacts, is_finite, write_shard
+from slipstream.learner.model.weights.shards import (
+    Shard,
+    ShardFacts,
+    is_finite,
+    write_in_fp8,
+    write_shard,
+)
 from slipstream.learner.publish.contents import Contents
 from slipstream.learner.publish.shares import Piece, Shares, batches_of, share_out
 from slipstream.weightbus.version.layout import part_layout, plan_layout
@@ -21,6 +27,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views
 from slipstream.wire.messages.manifest import ITEM_BYTES, TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.families.registry import SCALE_SUFFIX
 
 _SEPARATOR = "\n"
 _BATCH_BYTES = 256 * 2**20  # transfers with memory on their receivers at once
@@ -58,7 +65,10 @@ class WeightWriter:
         held = facts_of_all([(piece.name, shard) for piece, shard in self._shards.items()])
         specs = self._contents.specs()
         shares = self._shared_out(held, specs, here)
-        self.layout = plan_layout(specs, bucket_bytes=bucket_bytes, part_of=shares.host_of)
+        host_of = {
+            spec.name: shares.host_of[spec.name.removesuffix(SCALE_SUFFIX)] for spec in specs
+        }
+        self.layout = plan_layout(specs, bucket_bytes=bucket_bytes, part_of=host_of)
         """Layout of the whole version."""
         self._own_layout = part_layout(self.layout, self.part)
         self.writes = [piece for piece in self._shards if piece in shares.writes[self._rank]]
@@ -163,7 +173,13 @@ class WeightWriter:
     def _write(self, shard: Shard, views: dict[str, Tensor]) -> Tensor:
         """Copy a part to its places; return True if it is finite. Shape []."""
         flag = is_finite(shard.tensor)
-        write_shard(shard, [views[tensor] for tensor in shard.parameter.names], self._geometry)
+        names = shard.parameter.names
+        wholes = [views[name] for name in names]
+        scales = [views[name + SCALE_SUFFIX] for name in names if name + SCALE_SUFFIX in views]
+        if scales:
+            write_in_fp8(shard, wholes, scales, self._geometry)
+        else:
+            write_shard(shard, wholes, self._geometry)
         return flag
 
     def close(self) -> None:

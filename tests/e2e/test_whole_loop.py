@@ -1,5 +1,6 @@
 """Every role as a process of its own: SGLang, megatron-core, a Redis-compatible server."""
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,8 @@ from slipstream.weightbus.version.engine_checksums import (
     digest_of,
     expected_checksums,
 )
-from tests.support.random_llama import make_qwen3, make_qwen3_moe
-from tests.support.served import SAME, assert_trained_and_served
+from tests.support.random_llama import make_qwen3, make_qwen3_moe, with_whole_blocks
+from tests.support.served import IN_FP8, SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
@@ -192,3 +193,35 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     for one in publishes:  # checked tensor by tensor on both ranks before it was committed
         assert (list(one["adopted_by"]), one["failed"]) == (["generator-0"], {})
     assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
+
+
+# CPUs have no kernels for fp8: what the engine computes is emulated, what it holds is not.
+@pytest.mark.parametrize(
+    ("experts", "ranks"),
+    [
+        pytest.param(False, 1, id="dense"),
+        pytest.param(False, 2, id="dense-tp2", marks=pytest.mark.slow),
+        pytest.param(True, 1, id="experts", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_in_fp8_serves_what_was_learned(
+    start_run: Callable[..., TinyRun], inputs: Path, experts: bool, ranks: int
+):
+    run = start_run(
+        before=lambda folder: with_whole_blocks(folder / "model", experts=experts),
+        weightbus__precision="fp8",
+        learner__ranks=ranks,
+        learner__tensor_parallel=ranks,
+        generators__sglang__tp_size=ranks,
+        run__steps=3,
+        eval__file=inputs / "held_out.jsonl",
+        eval__every_steps=3,  # so that the last version is adopted before the run ends
+        run__routing_replay="R3" if experts else "off",
+    )
+    summary = assert_trained_and_served(run, EngineLayout("cpu", ranks), is_fp8=True)
+    rows = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    step = [row for row in rows if row.get("staleness/ess@lag0")][-1]
+    assert 0 < step["staleness/mismatch_kl@lag0"] < IN_FP8
+    assert 0.5 < step["staleness/ess@lag0"] < 1
+    final = run.folder / "model" / "model.safetensors"
+    assert summary["last_publish"]["num_bytes"] < 0.5 * final.stat().st_size

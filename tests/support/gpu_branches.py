@@ -80,7 +80,7 @@ def check_flags() -> Iterator[str]:
                 }
             )
             flags = start_order.server_flags(settings, port=1, api_key="0", seed_of="g")
-            arguments = server._arguments(flags, set(ServerArgs.__struct_fields__))
+            arguments = server._arguments(flags, parser)
             read = ServerArgs.from_cli_args(parser.parse_args(arguments))
             read.resolve_once()
             graphs = resolved_view(read).cuda_graph_config

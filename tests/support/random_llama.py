@@ -54,6 +54,23 @@ def make_qwen3_moe(folder: Path, *, experts: int = 4) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def with_whole_blocks(folder: Path, *, experts: bool) -> None:
+    """Turn a small Llama into a Qwen3 whose matrices have whole blocks of fp8, on two ranks too."""
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    write_random_weights(folder, scale=0.08, seed=3)
+    if not experts:
+        make_qwen3(folder)
+        return
+    make_qwen3_moe(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if ".experts." in name:  # a token that gets another one still gets nearly the same
+            tensors[name] *= 0.3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_random_weights(folder: Path, *, scale: float, seed: int) -> None:
     """Fill a folder that holds config.json: matrices normal with deviation ``scale``, norms 1."""
     config = json.loads((folder / "config.json").read_text())

@@ -9,8 +9,9 @@ from safetensors import SafetensorError
 
 from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.models.families.registry import SCALE_SUFFIX, engine_tensor, layer_of
+from slipstream.wire.models.fp8 import quantized
 
 _OPTIONAL = {"lm_head.weight"}
 
@@ -21,17 +22,30 @@ class TensorSet:
 
     shapes: Shapes
     dtype: str  # example: float32
+    is_fp8: bool = False  # matrices of layers are in fp8, with scales (wire/models/fp8.py)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors of a version of the model, by name."""
+
+        def dtype_of(name: str) -> str:
+            kept = engine_tensor(name).dtype
+            return self.dtype if kept == "model" else kept
+
+        specs = (TensorSpec(name, dtype_of(name), shape) for name, shape in self.shapes.items())
+        return {spec.name: spec for spec in (quantized(specs) if self.is_fp8 else specs)}
 
     @property
     def num_bytes(self) -> int:
         """Size of all tensors."""
-        return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
+        return sum(spec.num_bytes for spec in self.specs.values())
 
 
-def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
+def model_tensors(folder: Path, *, dtype: str, is_fp8: bool = False) -> TensorSet:
     """Return the tensors of an engine that was started from a Hugging Face folder.
 
-    ``dtype`` is the engine's; files may have another, with scales. Layers that predict further
+    ``dtype`` is the engine's; files may have another, with scales, whether the engine has matrices
+    in fp8 (``is_fp8``) or not. Layers that predict further
     tokens do not belong to the policy.
 
     Raises:
@@ -51,7 +65,7 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
         for name, shape in shapes.items()
         if not name.endswith(SCALE_SUFFIX) and layer_of(name) < layers
     }
-    return TensorSet(own, dtype)
+    return TensorSet(own, dtype, is_fp8)
 
 
 def _number_of_layers(folder: Path) -> float:
@@ -70,22 +84,22 @@ def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
 
     A tied output layer may be left out or sent.
     """
-    shapes = expected.shapes
+    known = expected.specs
     offered = {spec.name: spec for spec in manifest.tensors}
     if len(offered) != len(manifest.tensors):
         return "manifest names a tensor twice"
-    missing = sorted(shapes.keys() - offered.keys() - _OPTIONAL)
-    surplus = sorted(offered.keys() - shapes.keys() - _OPTIONAL)
+    missing = sorted(known.keys() - offered.keys() - _OPTIONAL)
+    surplus = sorted(offered.keys() - known.keys() - _OPTIONAL)
     if missing or surplus:
         return f"manifest lacks {missing[:3]} and has unknown {surplus[:3]}"
     for name, spec in offered.items():
-        if name in shapes and shapes[name] != spec.shape:
-            return f"{name} has shape {spec.shape}, the model has {shapes[name]}"
-        kept = engine_tensor(name).dtype
-        dtype = expected.dtype if kept == "model" else kept
+        own = known.get(name)
+        if own is not None and own.shape != spec.shape:
+            return f"{name} has shape {spec.shape}, the model has {own.shape}"
+        dtype = expected.dtype if own is None else own.dtype
         if spec.dtype != dtype:
             return (
                 f"{name} has type {spec.dtype}, the engine {dtype} "
-                "(learner.dtype, generators.dtype)"
+                "(learner.dtype, generators.dtype, weightbus.precision)"
             )
     return ""

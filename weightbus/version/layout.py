@@ -16,7 +16,12 @@ from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, TensorSpec, We
 from slipstream.wire.messages.versions import PolicyVersion
 
 _NO_VERSION = PolicyVersion(0, 0)
-_SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SAFETENSORS_TYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+}
 _ALIGNMENT = 8
 _PAGE = 4096  # bytes of a labelled header are a multiple: what follows can be mapped and pinned
 _BEFORE_LABEL = '{"__metadata__":{"format":"pt","version":"'

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.wire.messages.bounds import Count, Name, Several
 from slipstream.wire.messages.versions import PolicyVersion
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

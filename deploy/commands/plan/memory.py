@@ -27,7 +27,7 @@ from slipstream.deploy.predict.memory.learner_rank import (
 )
 from slipstream.deploy.predict.size.options import policies_beside, run_and_shape
 from slipstream.deploy.terminal.console import make_console, plain_table
-from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.division import refuse_policy
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.command_line import print_json
@@ -56,7 +56,7 @@ class MeasuredRank(msgspec.Struct, frozen=True, kw_only=True):
 def main(arguments: argparse.Namespace) -> int:
     """Print the memory; the exit code is 1 if a rank does not fit its GPU."""
     config, hf = run_and_shape(arguments)
-    refuse_layout(hf, config.learner.learner, targets=config.learner.lora.used_targets)
+    refuse_policy(hf, config.learner)
     console = make_console()
     if arguments.measure:
         overrides = [*arguments.overrides, f"run.model={config.run.model}"]

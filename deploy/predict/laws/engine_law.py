@@ -19,6 +19,7 @@ from typing import Self
 from slipstream.deploy.predict.laws.gpus import Cluster, Gpu
 from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_copies
 from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
 
 _WEIGHT_BYTES = 2  # bytes of one parameter: bfloat16
@@ -60,6 +61,7 @@ class EngineLaw:
         base_s: float,
         share: float,
         memory_share: float = 0.85,
+        weight_bytes: float = _WEIGHT_BYTES,
     ) -> Self:
         """Return the law of an engine on some GPUs with tensor parallelism.
 
@@ -71,6 +73,7 @@ class EngineLaw:
             base_s: seconds of a step without reading and multiplying.
             share: Reached share of the memory's bandwidth, and of the peak.
             memory_share: Share of the memory for weights and cache.
+            weight_bytes: Mean size of a parameter.
 
         Raises:
             ValueError: the weights do not fit.
@@ -83,7 +86,7 @@ class EngineLaw:
         # each group has the whole attention; ranks of a group may keep the same keys and values
         dense = hf.num_parameters - experts + hf.num_attention_parameters * (attention_groups - 1)
         kv_bytes = kv_bytes_per_token(hf) * kv_copies(hf, num_gpus // attention_groups)
-        weights = _WEIGHT_BYTES * (dense + experts)
+        weights = weight_bytes * (dense + experts)
         cache = memory_share * gpu.memory_gib * GIB * num_gpus - weights
         if cache <= 0:
             raise ValueError(
@@ -92,8 +95,8 @@ class EngineLaw:
             )
         return cls(
             base_s=base_s,
-            weights_s=_WEIGHT_BYTES * dense / bandwidth,
-            experts_s=_WEIGHT_BYTES * experts / bandwidth,
+            weights_s=weight_bytes * dense / bandwidth,
+            experts_s=weight_bytes * experts / bandwidth,
             expert_share=hf.experts_per_token / routed if routed else 1.0,
             sequence_s=2 * active / flops,
             context_s=kv_bytes / bandwidth,
@@ -135,6 +138,7 @@ def engine_law(
     ranks: int,
     attention_groups: int = 1,
     memory_share: float = 0.85,
+    is_fp8: bool = False,
 ) -> EngineLaw:
     """Return the law of an engine with this many ranks on hosts of one kind.
 
@@ -153,4 +157,5 @@ def engine_law(
         base_s=cluster.engine_base_s + messages_s,
         share=cluster.engine_share,
         memory_share=memory_share,
+        weight_bytes=bytes_per_parameter(hf, is_fp8=is_fp8),
     )

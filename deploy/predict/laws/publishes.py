@@ -9,6 +9,13 @@ from dataclasses import replace
 from slipstream.deploy.predict.laws.gpus import Cluster
 from slipstream.deploy.predict.laws.publish_cost import Cost, Rates, Setup, cost_of
 from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.models.fp8 import bytes_per_parameter
+from slipstream.wire.models.hf_config import HfConfig
+
+
+def version_bytes(hf: HfConfig, bus: WeightBusSection) -> float:
+    """Return the bytes of a version of a model that trains in bfloat16."""
+    return bytes_per_parameter(hf, is_fp8=bus.is_fp8) * hf.num_parameters
 
 
 def publish_cost(

@@ -13,6 +13,7 @@ from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_st
 from slipstream.generators.config import GeneratorsSection
 from slipstream.generators.versions.shadow_state import has_room
 from slipstream.learner.config import LearnerSettings
+from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
 
 GIB = 2**30
@@ -119,14 +120,15 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
     count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
+    is_fp8 = config.generators.weightbus.is_fp8
+    each = bytes_per_parameter(hf, is_fp8=is_fp8)
     if groups > 1:
         count += hf.num_attention_parameters * (groups - 1) / ranks
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
-    pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
-    shadow = (
-        2.0 * count if config.generators.keeps_shadow and has_room(2 * count, free=pool) else 0.0
-    )
+    pool = max(fraction * config.deploy.gpu_memory_gib * GIB - each * count, 0.0)
+    has_shadow = config.generators.keeps_shadow and has_room(each * count, free=pool)
+    shadow = each * count if has_shadow else 0.0
     pool -= shadow
     copies = kv_copies(hf, ranks // groups)
     per_token = rank_kv_bytes(hf, ranks, groups)
@@ -137,7 +139,11 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")
     return [
-        MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}{more}"),
+        MemoryPart(
+            f"weights, {'fp8' if is_fp8 else 'bfloat16'}",
+            each * count,
+            f"{each:.3g} P{split}{more.replace('2 A', f'{each:.3g} A')}",
+        ),
         MemoryPart(
             f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
             f"sequences of {longest:,}",

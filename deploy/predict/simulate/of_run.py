@@ -7,15 +7,13 @@ from slipstream.deploy.config import RunConfig
 from slipstream.deploy.predict.laws.engine_law import EngineLaw, engine_law
 from slipstream.deploy.predict.laws.gpus import Cluster
 from slipstream.deploy.predict.laws.learner_law import LearnerLaw, PublishLaw
-from slipstream.deploy.predict.laws.publishes import publish_cost
+from slipstream.deploy.predict.laws.publishes import publish_cost, version_bytes
 from slipstream.deploy.predict.memory.gpu import static_share
 from slipstream.deploy.predict.simulate.lengths import Lengths
 from slipstream.deploy.predict.simulate.scenario import Scenario
-from slipstream.generators.config import GeneratorsSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
-_WEIGHT_BYTES = 2
 _STEP_S = 5.0  # constant seconds of a learner step
 
 
@@ -54,7 +52,7 @@ def scenario_of(
     run, generators = config.run, config.generators.generators
     cluster, target = hardware.cluster, run.staleness_target
     cost = publish_cost(
-        _WEIGHT_BYTES * hf.num_parameters,
+        version_bytes(hf, config.learner.weightbus),
         cluster,
         learner_gpus=hardware.learner_gpus,
         engines=hardware.engines,
@@ -72,7 +70,7 @@ def scenario_of(
         prefetch=config.learner.learner.prefetch,
         engines=hardware.engines,
         max_sequences=generators.max_sequences,
-        engine=_engine_law(hf, hardware, generators),
+        engine=_engine_law(hf, hardware, config),
         learner=LearnerLaw.of(
             hf,
             cluster.gpu,
@@ -88,12 +86,13 @@ def scenario_of(
     )
 
 
-def _engine_law(hf: HfConfig, hardware: Hardware, generators: GeneratorsSection) -> EngineLaw:
+def _engine_law(hf: HfConfig, hardware: Hardware, config: RunConfig) -> EngineLaw:
     """Return the law of an engine.
 
     Raises:
         ConfigError: The GPUs of an engine do not hold the model.
     """
+    generators = config.generators.generators
     try:
         return engine_law(
             hf,
@@ -101,6 +100,7 @@ def _engine_law(hf: HfConfig, hardware: Hardware, generators: GeneratorsSection)
             ranks=hardware.gpus_per_engine,
             attention_groups=generators.attention_groups,
             memory_share=static_share(generators),
+            is_fp8=config.generators.weightbus.is_fp8,
         )
     except ValueError as error:
         raise ConfigError(f"{error} (--gpus-per-engine)") from error

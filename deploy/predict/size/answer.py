@@ -9,7 +9,7 @@ from slipstream.deploy.predict.laws.engine_law import engine_law
 from slipstream.deploy.predict.laws.figure import Figure
 from slipstream.deploy.predict.laws.learner_step import step_figures
 from slipstream.deploy.predict.laws.publish_cost import Cost
-from slipstream.deploy.predict.laws.publishes import publish_cost
+from slipstream.deploy.predict.laws.publishes import publish_cost, version_bytes
 from slipstream.deploy.predict.memory.gpu import GIB, learner_memory, shadow_bytes, static_share
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.deploy.predict.size.engines import EngineSize, engine_size, larger_engines
@@ -24,9 +24,9 @@ from slipstream.deploy.predict.size.proposals import PlanRequest, Proposal, gpu_
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.flops import num_multiplied_parameters
+from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
 
-_WEIGHT = 2
 _MOST_BOUND = 8  # largest staleness bound to try
 
 
@@ -72,7 +72,7 @@ def answer(asked: PlanRequest) -> RunPlan:
     splits = _splits(asked, engines, [fitting[0] for fitting in by_count.values() if fitting])
     best, bus = splits[0].split, asked.config.learner.weightbus
     return RunPlan(
-        parameters=_parameters(asked.hf),
+        parameters=_parameters(asked.hf, asked.config.learner.weightbus),
         learner_memory=learner_memory(
             asked.hf, asked.config.learner, frozen=asked.frozen, has_critic=asked.has_critic
         ),
@@ -89,7 +89,7 @@ def answer(asked: PlanRequest) -> RunPlan:
     )
 
 
-def _parameters(hf: HfConfig) -> list[Figure]:
+def _parameters(hf: HfConfig, bus: WeightBusSection) -> list[Figure]:
     shapes = "shapes of config.json's tensors"
     return [
         Figure("parameters", hf.num_parameters, "", shapes),
@@ -99,13 +99,18 @@ def _parameters(hf: HfConfig) -> list[Figure]:
             "",
             "of its experts alone, and the output layer; not the embedding",
         ),
-        Figure("a version, bfloat16", _WEIGHT * hf.num_parameters / 1e9, "GB", "2 P"),
+        Figure(
+            f"a version, {'fp8' if bus.is_fp8 else 'bfloat16'}",
+            version_bytes(hf, bus) / 1e9,
+            "GB",
+            f"{bytes_per_parameter(hf, is_fp8=bus.is_fp8):.3g} P",
+        ),
     ]
 
 
 def _publish(asked: PlanRequest, split: Split, bus: WeightBusSection) -> Cost:
     return publish_cost(
-        _WEIGHT * asked.hf.num_parameters,
+        version_bytes(asked.hf, bus),
         asked.cluster,
         learner_gpus=split.learner.gpus,
         engines=split.engines,
@@ -137,6 +142,7 @@ def _splits(
             attention_groups=size.groups,
             memory_share=static_share(asked.config.generators.generators)
             - shadow_bytes(size.memory) / GIB / asked.cluster.gpu.memory_gib,
+            is_fp8=asked.config.generators.weightbus.is_fp8,
         ),
         lambda split: _publish(asked, split, asked.config.learner.weightbus),
     )

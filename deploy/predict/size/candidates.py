@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from slipstream.learner.config import LearnerSettings, learner_settings
-from slipstream.learner.model.division import refuse_layout
+from slipstream.learner.model.division import refuse_policy
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.load import Table
@@ -99,7 +99,7 @@ def accepted(
     learner = {**given, "megatron": megatron, **asdict(division), **saving}
     try:
         settings = learner_settings({**table, "learner": learner})
-        refuse_layout(hf, settings.learner, targets=settings.lora.used_targets)
+        refuse_policy(hf, settings)
     except ConfigError:
         return None
     return settings

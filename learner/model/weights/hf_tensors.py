@@ -130,16 +130,25 @@ class HfTensors:
         return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
 
     def read(self, name: str, rows: slice, dim: int) -> Tensor:
-        """Return part of a tensor: some of its rows (0) or columns (1)."""
+        """Return part of a tensor: some of its rows (0) or columns (1).
+
+        Raises:
+            ConfigError: a scale of its blocks is no finite number above 0.
+        """
         tensor = self._slice(name, rows, dim)
         scales = name + SCALE_SUFFIX
         if self._block is None or scales not in self._file_of:
             return tensor
         block = self._block[dim]
         blocks = slice(rows.start // block, -(-rows.stop // block))
-        return dequantized(
-            tensor, self._slice(scales, blocks, dim), self._block, dim, rows.start % block
-        )
+        of_blocks = self._slice(scales, blocks, dim)
+        bad = of_blocks[~(of_blocks.isfinite() & (of_blocks > 0))]
+        if len(bad):
+            raise ConfigError(
+                f"{self._folder}: tensor {scales} has scales such as {float(bad[0]):g}, expected "
+                f"finite numbers above 0 ({self._setting})"
+            )
+        return dequantized(tensor, of_blocks, self._block, dim, rows.start % block)
 
     def _slice(self, name: str, rows: slice, dim: int) -> Tensor:
         part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped

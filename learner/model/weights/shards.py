@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from slipstream.wire.models.families.tables import Parameter
+from slipstream.wire.models.fp8 import BLOCK, LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +84,71 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
 
     ``wholes`` are the tensors that ``shard.parameter`` names, in its order.
     """
-    tensor = shard.tensor.detach()
+    for place, part in zip(places_of(shard, wholes), _parts_of(shard, geometry), strict=True):
+        if shard.parameter.kind == "vocab":  # rows are padded at the end; maybe all of them
+            place.copy_(part[: len(place)])
+        else:
+            _copy(place.view(part.shape), part)
+
+
+def write_in_fp8(
+    shard: Shard, wholes: Sequence[Tensor], scales: Sequence[Tensor], geometry: Geometry
+) -> None:
+    """Copy a shard of matrices in fp8, quantized on its device, and the scales of its blocks.
+
+    Every rank's part must have whole blocks (wire/models/fp8.py).
+    """
+    places = zip(places_of(shard, wholes), places_of(shard, scales), strict=True)
+    for (place, scale), part in zip(places, _parts_of(shard, geometry), strict=True):
+        numbers, of_blocks = in_fp8(part.reshape(place.shape))
+        _copy(place, numbers)
+        _copy(scale, of_blocks)
+
+
+def places_of(shard: Shard, wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the places of a shard's parts in the whole tensors, or in those of their scales."""
     match shard.parameter.kind:
         case "copy":
-            _copy(_part(wholes[0], shard, shard.dim or 0), tensor)
-        case "vocab":  # rows are padded at the end; a share may be padding only
-            rows = wholes[0][shard.rank * len(tensor) :][: len(tensor)]
-            rows.copy_(tensor[: len(rows)])
+            return [_part(wholes[0], shard, shard.dim or 0)]
+        case "vocab":
+            rows = len(shard.tensor)
+            return [wholes[0][shard.rank * rows :][:rows]]
         case "gate_up":
-            parts = [part for whole in wholes for part in whole.chunk(2 // len(wholes))]
-            for whole, half in zip(parts, tensor.chunk(2), strict=True):
-                _part(whole, shard, 0).copy_(half)
+            halves = [part for whole in wholes for part in whole.chunk(2 // len(wholes))]
+            return [_part(half, shard, 0) for half in halves]
         case "qkv":
-            rest = tensor.shape[1:]
+            return [_part(whole, shard, 0) for whole in wholes]
+
+
+def _parts_of(shard: Shard, geometry: Geometry) -> Sequence[Tensor]:
+    """Return the parts of a shard, one for each place."""
+    tensor = shard.tensor.detach()
+    match shard.parameter.kind:
+        case "gate_up":
+            return tensor.chunk(2)
+        case "qkv":
             groups = geometry.num_query_groups // shard.ranks
             sizes = [geometry.queries_per_group * geometry.head_dim, *[geometry.head_dim] * 2]
-            fused = tensor.view(groups, sum(sizes), *rest)
-            for whole, part in zip(wholes, torch.split(fused, sizes, dim=1), strict=True):
-                _part(whole, shard, 0).view(part.shape).copy_(part)
+            return torch.split(tensor.view(groups, sum(sizes), *tensor.shape[1:]), sizes, dim=1)
+        case _:
+            return [tensor]
+
+
+def in_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix [R, C] in e4m3 and the scales of its blocks, [R/128, C/128] rounded up.
+
+    The largest number of a block becomes the largest of e4m3; a block of zeros has the scale 1.
+    """
+    rows, columns = matrix.shape
+    missing = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    blocks = F.pad(matrix.float(), missing).view(
+        -(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK
+    )
+    most = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(most > 0, most / LARGEST, 1.0)
+    numbers = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    whole = numbers.to(torch.float8_e4m3fn).view(rows + missing[3], columns + missing[1])
+    return whole[:rows, :columns], scales
 
 
 def _copy(part: Tensor, tensor: Tensor) -> None:

@@ -115,6 +115,8 @@ def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
 
     Other tensors of the model decide whether it is fused.
     """
+    if name.endswith(SCALE_SUFFIX):
+        return _of_scales(engine_tensor(name.removesuffix(SCALE_SUFFIX), beside))
     found = _HF_LAYER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
     inner, expert = without_expert(inner)
@@ -125,6 +127,12 @@ def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
         return place.alone(name)
     position = place.position + int(expert or 0) * place.of_expert
     return replace(place, name=prefix + place.name, position=position)
+
+
+def _of_scales(place: EngineTensor) -> EngineTensor:
+    """Return the place of a matrix' scales: they are fused and split as it is, and not padded."""
+    name = place.name + SCALE_SUFFIX
+    return replace(place, name=name, row_multiple=1, column_multiple=1, dtype="float32")
 
 
 def checksum_name(engine_name: str, rank: int) -> str:

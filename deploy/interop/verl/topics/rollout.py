@@ -5,7 +5,15 @@ from functools import partial
 from slipstream.deploy.interop.verl import rules
 from slipstream.deploy.interop.verl.hydra import Value
 from slipstream.deploy.interop.verl.keys import REF, ROLLOUT, VerlKeys
-from slipstream.deploy.interop.verl.rows import Counterpart, Rule, Topic, expected, nothing, refused
+from slipstream.deploy.interop.verl.rows import (
+    Counterpart,
+    Rule,
+    Topic,
+    expected,
+    nothing,
+    refused,
+    unlike,
+)
 
 TOPIC = Topic("Rollout")
 _MORE_THAN_ANY_VOCABULARY = 300_000
@@ -202,9 +210,22 @@ _rollout.dropped(
     "moe_ep_size",
     "an engine is divided by tensor parallelism alone: its weights are checked that way",
 )
+
+
+@_rollout.rule(
+    "quantization",
+    "weightbus.precision",
+    "`fp8` is quantized by the learner as it publishes, in blocks of 128 x 128; others are refused",
+)
+def _quantization(value: Value, _: VerlKeys) -> Counterpart:
+    if value is None or value == "null":
+        return nothing("engines hold the weights as they are trained")
+    return Counterpart({"weightbus.precision": "fp8"}) if value == "fp8" else unlike(value, ["fp8"])
+
+
 _rollout.dropped(
-    "quantization quantization.* quantization_config_file qat qat.**",
-    "an engine holds the learner's weights bit by bit",
+    "quantization.* quantization_config_file qat qat.**",
+    "an engine holds what the learner publishes bit by bit: `weightbus.precision`",
 )
 _rollout.dropped(
     "checkpoint_engine.** update_weights_bucket_megabytes",

@@ -255,6 +255,7 @@ CASES: list[Case] = [
     of_steps("staleness-at-the-bound", lambda x: {"staleness/mean": flat(x, STEPS)}, 1.71, 1.69),
     of_steps("reward-collapse", lambda x: {"reward/sampled": falling(0.6, x)}, 0.38, 0.42),
     of_steps("entropy-collapse", lambda x: {"policy/entropy": falling(0.5, x)}, 0.049, 0.051),
+    of_steps("mismatch-kl-without-lag", lambda x: by_lag(x, 0.03), 0.0201, 0.0199),
     of_steps("mismatch-kl-rising-with-lag", lambda x: by_lag(x, 0.03), 0.0149, 0.0151),
 ]
 NAMES = [case[0] for case in CASES]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.deploy.predict.laws.shapes import shape_folder
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang import start_order
 from slipstream.generators.sglang.device_defaults import Flag, device_defaults
@@ -49,6 +50,44 @@ def test_a_gpu_has_sglangs_own_graphs_and_kernels_where_their_packages_are_there
         assert not [name for name in found if "graph" in name], "SGLang records prefill, too"
     mine = defaults(tmp_path, set(), generators={"sglang": {"attention_backend": "fa4"}})
     assert mine["attention_backend"] == "fa4"
+
+
+FP8: dict[str, object] = {"precision": "fp8"}
+
+
+def test_an_engine_in_fp8_is_started_from_a_folder_that_says_so(tmp_path: Path):
+    model, scratch = shape_folder("Qwen3-30B-A3B"), tmp_path / "scratch"
+    scratch.mkdir()
+    assert start_order.engine_folder(model, scratch) is None
+    folder = start_order.engine_folder(model, scratch, is_fp8=True)
+    assert folder is not None
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert quantization["weight_block_size"] == [128, 128]
+    assert config == json.loads((model / "config.json").read_text())
+    assert defaults(model, PACKAGES, weightbus=FP8)["fp8_gemm_runner_backend"] == "triton"
+    assert "fp8_gemm_runner_backend" not in defaults(model, PACKAGES)
+    with pytest.raises(ConfigError, match='expected "triton", which reads weights as they were'):
+        defaults(
+            model,
+            PACKAGES,
+            weightbus=FP8,
+            generators={"sglang": {"fp8_gemm_runner_backend": "cutlass"}},
+        )
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"generators": {"sglang": {"tp_size": 4}}}, r"multiple of 512 .*tp_size = 4, got 768"),
+        ({"weightbus": {**FP8, "transport": "collective"}}, 'carries no such numbers; set "tcp"'),
+        ({"lora": {"rank": 8, "targets": ["o_proj"]}}, "versions are adapters of weights that"),
+    ],
+)
+def test_what_cannot_be_in_fp8_is_refused(sections: dict[str, Any], message: str):
+    given = {"weightbus": FP8, **sections}
+    with pytest.raises(ConfigError, match=message):
+        generator_settings_of(shape_folder("Qwen3-30B-A3B"), **given)
 
 
 def test_turns_that_begin_on_a_gpu_share_a_prefill(tmp_path: Path):

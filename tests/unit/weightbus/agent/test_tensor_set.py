@@ -54,7 +54,28 @@ def test_a_difference_is_named():
 
 def test_another_type_than_the_engines_is_a_difference():
     why = mismatch(manifest(MODEL), TensorSet(MODEL, "bfloat16"))
-    assert why.endswith("has type float32, the engine bfloat16 (learner.dtype, generators.dtype)")
+    settings = "learner.dtype, generators.dtype, weightbus.precision"
+    assert why.endswith(f"has type float32, the engine bfloat16 ({settings})")
+
+
+def test_an_engine_in_fp8_takes_matrices_with_the_scales_of_their_blocks_alone():
+    query = "model.layers.0.self_attn.q_proj.weight"
+    model: Shapes = MODEL | {query: (256, 130)}
+    own = TensorSet(model, "bfloat16", is_fp8=True)
+    specs = list(own.specs.values())
+    published = plan_layout(specs, bucket_bytes=1 << 20)
+    assert mismatch(published, own) == ""
+    assert own.num_bytes == published.num_bytes == 256 * 130 + 4 * 2 * 2 + 2 * (8 * 4 + 4)
+    assert "lacks ['model.layers.0.self_attn.q_proj.weight_scale_inv']" in mismatch(
+        plan_layout([s for s in specs if "scale" not in s.name], bucket_bytes=1 << 20), own
+    )
+    assert "unknown ['model.layers.0.self_attn.q_proj.weight_scale_inv']" in mismatch(
+        published, TensorSet(model, "bfloat16")
+    )
+    other = [TensorSpec(s.name, s.dtype, (2, 1) if "scale" in s.name else s.shape) for s in specs]
+    assert "has shape (2, 1), the model has (2, 2)" in mismatch(
+        plan_layout(other, bucket_bytes=1 << 20), own
+    )
 
 
 def test_a_tensor_that_comes_twice_is_a_difference():

@@ -139,6 +139,24 @@ def test_on_a_gpu_only_the_vocabulary_is_padded_and_another_function_is_used():
     }
 
 
+def test_scales_of_blocks_are_fused_and_split_as_their_matrices():
+    layer, experts = "model.layers.0.", "model.layers.0.mlp.experts."
+    parts = {part: weights(2, 3) for part in "qkv"}
+    down = {number: weights(2, 4) for number in range(2)}
+    tensors = {
+        **{f"{layer}self_attn.{part}_proj.weight": weights(2 * 128, 3 * 128) for part in "qkv"},
+        **{f"{layer}self_attn.{p}_proj.weight_scale_inv": scales for p, scales in parts.items()},
+        **{f"{experts}{n}.down_proj.weight_scale_inv": scales for n, scales in down.items()},
+    }
+    found = expected_checksums(tensors, EngineLayout("cpu", 2))
+    for rank in range(2):
+        of_rank = f" of rank {rank}" * rank
+        fused = torch.cat([parts[part][rank : rank + 1] for part in "qkv"])
+        assert found[f"{layer}self_attn.qkv_proj.weight_scale_inv{of_rank}"] == digest(fused)
+        columns = torch.stack([down[n][:, 2 * rank : 2 * rank + 2] for n in range(2)])
+        assert found[f"{experts}w2_weight_scale_inv{of_rank}"] == digest(columns)
+
+
 def test_one_digest_holds_all_ranks():
     tied = {"model.embed_tokens.weight": "1", "model.embed_tokens.weight of rank 1": "2"}
     twice = {**tied, "lm_head.weight": "1", "lm_head.weight of rank 1": "2"}

@@ -56,6 +56,16 @@ def test_a_part_of_a_quantized_tensor_has_the_scales_of_its_blocks(tmp_path: Pat
     assert columns[5].tolist() == [3.0, 3.0, 4.0, 4.0]
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_make_no_weights_are_refused(tmp_path: Path, scale: float):
+    write(tmp_path, **{f"{DOWN}_scale_inv": torch.tensor([[1.0, 2.0], [3.0, scale]])})
+    with HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert len(tensors.read(DOWN, slice(0, 4), 0)) == 4, "blocks of this rank are good"
+        with pytest.raises(ConfigError, match=f"such as {scale:g}, expected finite numbers above"):
+            tensors.read(DOWN, slice(2, 6), 0)
+
+
 def test_blocks_at_the_ends_may_be_smaller():
     found = dequantized(torch.ones(3, 2), torch.tensor([[2.0], [5.0]]), (2, 4), 0, 1)
     assert found.tolist() == [[2.0, 2.0], [5.0, 5.0], [5.0, 5.0]]

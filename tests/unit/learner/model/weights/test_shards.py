@@ -11,7 +11,9 @@ from slipstream.learner.model.weights.shards import (
     Shard,
     fuse_gate_up,
     fuse_qkv,
+    in_fp8,
     is_finite,
+    write_in_fp8,
     write_shard,
 )
 from slipstream.wire.models.families.registry import FAMILIES
@@ -128,3 +130,52 @@ def test_one_value_that_is_not_finite_is_found(value: float, dtype: torch.dtype)
 
 def test_large_finite_weights_are_fine():
     assert is_finite(torch.tensor([3e38, -3e38]))
+
+
+def widened(numbers: Tensor, scales: Tensor) -> Tensor:
+    rows, columns = numbers.shape
+    of_each = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return numbers.float() * of_each
+
+
+def test_blocks_of_fp8_have_the_error_of_three_bits_and_a_scale_each():
+    matrix = weights(300, 200) * torch.logspace(-20, 20, 300)[:, None]
+    matrix[128:256, :128] = 0
+    numbers, scales = in_fp8(matrix)
+    assert (numbers.dtype, numbers.shape) == (torch.float8_e4m3fn, matrix.shape)
+    assert (scales.dtype, scales.shape) == (torch.float32, (3, 2))
+    found = widened(numbers, scales)
+    assert torch.equal(found[128:256, :128], matrix[128:256, :128])
+    assert scales[1, 0] == 1.0, "no division by zero"
+    # Half of the last bit, or of the smallest number of a block.
+    bound = matrix.abs() / 16 + widened(torch.ones_like(matrix), scales) * 2**-10
+    assert ((found - matrix).abs() <= bound).all()
+    again, same = in_fp8(found)
+    assert torch.equal(widened(again, same), found), "nothing is lost a second time"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"])
+def test_ranks_write_in_fp8_what_one_rank_writes(name: str, ranks: int):
+    parameter = FAMILIES["qwen3"].parameter(f"decoder.layers.1.{name}.weight", tied_embeddings=True)
+    geometry, rows, columns, dim = Geometry(4, 2, 128), (512, 512), 256, 0
+    if "qkv" in name:
+        rows = (1024, 512, 512)
+    elif "fc2" in name:
+        rows, columns, dim = (256,), 512, 1
+    parts = [weights(count, columns) for count in rows]
+    fused = parts[0] if dim else torch.cat(parts)
+    shards = list(fused.chunk(ranks, dim=dim))
+    if "qkv" in name:
+        shards = list(fuse_qkv(*parts, num_groups=4).chunk(ranks))
+    elif not dim:
+        shards = [fuse_gate_up(*both) for both in zip(*(p.chunk(ranks) for p in parts))]  # noqa: B905
+    wholes = [torch.zeros(p.shape, dtype=torch.float8_e4m3fn) for p in parts]
+    scales = [torch.zeros(len(p) // 128, columns // 128) for p in parts]
+    for rank, shard in enumerate(shards):
+        given = Shard(parameter, shard, dim if ranks > 1 else None, rank, ranks)
+        write_in_fp8(given, wholes, scales, geometry)
+    for part, numbers, of_blocks in zip(parts, wholes, scales, strict=True):
+        expected, expected_scales = in_fp8(part)
+        assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(of_blocks, expected_scales)
