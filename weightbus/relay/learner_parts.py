@@ -208,6 +208,7 @@ class Parts:
                 version=version,
                 num_ranks=of.num_ranks,
                 attention_groups=of.attention_groups,
+                expert_groups=of.expert_groups,
             )
             return (await self._ask(number, part, command, PartHashed)).hashes
 

@@ -224,7 +224,8 @@ class PartRelay:
     async def _hash(self, socket: zmq.asyncio.Socket, command: Hash) -> None:
         """Answer with this part's share in engines' checksums of a version that it holds."""
         version = command.version
-        of = EngineLayout("cuda", command.num_ranks, command.attention_groups)
+        groups = command.attention_groups, command.expert_groups or 1
+        of = EngineLayout("cuda", command.num_ranks, *groups)
         hashes, error = dict[str, tuple[HashPart, ...]](), f"{version.label} is not held there"
         publication = self._versions.find(version)
         if publication is not None and version in self._holds.held(time.monotonic()):

@@ -1,16 +1,18 @@
 """The answer of SGLang's weights checker if an engine holds exactly our tensors.
 
 SGLang keeps query, key and value as one tensor, gate and up as another, pads some with zeros, and
-splits most over its ranks (wire/models/families/). On a GPU its checksum is a hash of words
-(gpu_hash.py; sglang 0.5.23), on a CPU xxh3-128 of the raw bytes, as in the manifest: its own sha256
-would be several times slower than the wire (generators/sglang/patches.py replaces it).
+splits most over its ranks (wire/models/families/). The experts of a layer are two tensors; with
+several groups of experts a rank's have only those of its group, in their order. On a GPU its
+checksum is a hash of words (gpu_hash.py; sglang 0.5.23), on a CPU xxh3-128 of the raw bytes, as in
+the manifest: its own sha256 would be several times slower than the wire
+(generators/sglang/patches.py replaces it).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import xxhash
@@ -25,6 +27,7 @@ from slipstream.wire.models.families.registry import EngineTensor, checksum_name
 from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
 from slipstream.wire.process.gpus import usable_gpus
 
+Piece: TypeAlias = tuple[EngineTensor, str]  # place of one of our tensors, and its name
 _ROWS_AT_A_TIME = 256
 
 
@@ -34,16 +37,45 @@ class EngineLayout(NamedTuple):
     device: Literal["cpu", "cuda"] = "cpu"
     num_ranks: int = 1  # ranks that share the tensors
     attention_groups: int = 1  # groups of ranks, each with the whole attention
+    expert_groups: int = 1  # groups of ranks, each with as many of the experts
 
     def share_of(self, place: EngineTensor, rank: int) -> tuple[int, int]:
         """Return the index of a rank's share of a tensor, and the number of shares."""
-        count = self.num_ranks // self.attention_groups if place.of_attention else self.num_ranks
+        groups = self.attention_groups if place.of_attention else 1
+        count = self.num_ranks // (self.expert_groups if place.of_expert else groups)
         return rank % count, count
+
+    def held_by(self, rank: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return those of a tensor's pieces, in their order, that a rank has a share of."""
+        groups = self.expert_groups if pieces[0][0].of_expert else 1
+        count = len(pieces) // groups
+        first = rank // (self.num_ranks // groups) * count
+        return pieces[first : first + count]
+
+    def place_of(self, name: str, among: Container[str]) -> EngineTensor:
+        """Return the place of a tensor of ours in the engine, padded as on its device.
+
+        Args:
+            name: Hugging Face name.
+            among: All names.
+        """
+        place = engine_tensor(name, among)
+        if self.device != "cpu":  # a GPU pads only the size of the vocabulary
+            vocabulary = place.row_multiple if place.split == "vocabulary" else 1
+            return replace(place, row_multiple=vocabulary, column_multiple=1)
+        if place.of_expert:  # padded so that all ranks could share it
+            rows, columns = (
+                multiple * self.expert_groups if multiple > 1 else 1
+                for multiple in (place.row_multiple, place.column_multiple)
+            )
+            return replace(place, row_multiple=rows, column_multiple=columns)
+        return place
 
 
 def engine_layout_of(join: Join) -> EngineLayout:
     """Return the layout of the tensors of a member's engine."""
-    return EngineLayout(join.device, join.num_ranks, join.attention_groups or 1)
+    groups = join.attention_groups or 1, join.expert_groups or 1
+    return EngineLayout(join.device, join.num_ranks, *groups)
 
 
 def expected_checksums(tensors: Tensors, of: EngineLayout | None = None) -> dict[str, str]:
@@ -110,12 +142,9 @@ def _pieces(
     tensors: Mapping[str, Bits], of: EngineLayout
 ) -> Iterator[tuple[str, Iterator[tuple[str, Iterator[Bits]]]]]:
     """Yield an engine's tensors, by ``checksum_name``, as ranks' shares of ours in their order."""
-    fused: dict[str, list[tuple[EngineTensor, str]]] = {}
+    fused: dict[str, list[Piece]] = {}
     for name in tensors:
-        place = engine_tensor(name, tensors)
-        if of.device != "cpu":  # a GPU pads only the size of the vocabulary
-            vocabulary = place.row_multiple if place.split == "vocabulary" else 1
-            place = replace(place, row_multiple=vocabulary, column_multiple=1)
+        place = of.place_of(name, tensors)
         fused.setdefault(place.name, []).append((place, name))
     for engine_name, places in fused.items():
         places.sort(key=lambda placed: placed[0].position)
@@ -124,7 +153,7 @@ def _pieces(
                 checksum_name(engine_name, rank),
                 (
                     (name, _share(place, tensors[name], *of.share_of(place, rank)))
-                    for place, name in places
+                    for place, name in of.held_by(rank, places)
                 ),
             )
 

@@ -91,6 +91,7 @@ class Hash(PartMessage, frozen=True):
     version: PolicyVersion
     num_ranks: NumRanks  # ranks that share an engine's tensors
     attention_groups: NumRanks
+    expert_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET  # unset is one
 
 
 class Release(PartMessage, frozen=True):

@@ -69,13 +69,16 @@ class Join(BusMessage, frozen=True):
     forward: BulkDoor | None = None  # address at which others may fetch its received buckets
     # Agents with the same text can open each other's files in /proc; empty: no other agent's.
     host: ShortText = ""
+    # Groups of its ranks that each hold as many of the experts; unset is one.
+    expert_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        if self.attention_groups and self.num_ranks % self.attention_groups:
-            raise ValueError(
-                f"num_ranks must be a multiple of attention_groups, got {self.num_ranks} and "
-                f"{self.attention_groups}"
-            )
+        for name in ("attention_groups", "expert_groups"):
+            groups = getattr(self, name)
+            if groups and self.num_ranks % groups:
+                raise ValueError(
+                    f"num_ranks must be a multiple of {name}, got {self.num_ranks} and {groups}"
+                )
 
 
 class Leave(BusMessage, frozen=True):

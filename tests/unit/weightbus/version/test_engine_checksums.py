@@ -1,5 +1,8 @@
 """The engine's view of our tensors: fused projections, padded vocabulary, its own digest."""
 
+from functools import partial
+from typing import Literal
+
 import pytest
 import torch
 import xxhash
@@ -10,6 +13,7 @@ from slipstream.weightbus.version.engine_checksums import (
     EngineLayout,
     differing,
     digest_of,
+    engine_layout_of,
     expected_checksums,
     hash_parts,
     joined_checksums,
@@ -19,6 +23,7 @@ from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.tensor_bits import bits_of
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.weightbus import Join
 
 GENERATOR = torch.Generator().manual_seed(1)
 
@@ -116,6 +121,88 @@ def test_attention_is_split_over_the_ranks_of_one_group_only():
         assert found[f"lm_head.weight{end}"] == digest(table.chunk(4)[rank])
 
 
+EXPERTS, INNER = 4, 128  # no padding
+MOE = "model.layers.3.mlp"
+
+
+def mixture(inner: int = INNER) -> dict[str, Tensor]:
+    """Return a layer's router, experts and shared expert."""
+    named = {f"{MOE}.gate.weight": weights(EXPERTS, 3)}
+    for prefix in (*(f"{MOE}.experts.{i}" for i in range(EXPERTS)), f"{MOE}.shared_experts"):
+        named |= {f"{prefix}.{name}_proj.weight": weights(inner, 3) for name in ("gate", "up")}
+        named[f"{prefix}.down_proj.weight"] = weights(3, inner)
+    return named
+
+
+def of_experts(named: dict[str, Tensor], name: str, dim: int, share: slice) -> list[Tensor]:
+    """Return shares of a matrix of every expert."""
+    matrices = (named[f"{MOE}.experts.{i}.{name}_proj.weight"] for i in range(EXPERTS))
+    return [matrix[share] if dim == 0 else matrix[:, share] for matrix in matrices]
+
+
+@pytest.mark.parametrize(("groups", "attention_groups"), [(1, 1), (2, 1), (4, 1), (4, 2), (2, 4)])
+def test_a_rank_has_the_experts_of_its_group_in_their_order(groups: int, attention_groups: int):
+    named = mixture()
+    found = expected_checksums(named, EngineLayout("cpu", 4, attention_groups, groups))
+    sharing, each = 4 // groups, EXPERTS // groups
+    for rank in range(4):
+        end = f" of rank {rank}" if rank else ""
+        own, place = slice(rank // sharing * each, (rank // sharing + 1) * each), rank % sharing
+        share = slice(place * INNER // sharing, (place + 1) * INNER // sharing)
+        gates, ups, downs = (
+            of_experts(named, name, dim, share)[own]
+            for name, dim in (("gate", 0), ("up", 0), ("down", 1))
+        )
+        pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        assert found[f"{MOE}.experts.w13_weight{end}"] == digest(torch.cat(pairs))
+        assert found[f"{MOE}.experts.w2_weight{end}"] == digest(torch.cat(downs))
+        assert found[f"{MOE}.gate.weight{end}"] == digest(named[f"{MOE}.gate.weight"])
+        shared = named[f"{MOE}.shared_experts.down_proj.weight"].chunk(4, dim=1)[rank]
+        assert found[f"{MOE}.shared_experts.down_proj.weight{end}"] == digest(shared)
+
+
+def test_a_cpu_pads_experts_for_all_ranks_though_fewer_share_them():
+    named, layout = mixture(inner=40), EngineLayout("cpu", 4, 1, 2)
+    found = expected_checksums(named, layout)
+    downs = [pad(one, (0, 88))[:, 64:] for one in of_experts(named, "down", 1, slice(40))[2:]]
+    assert found[f"{MOE}.experts.w2_weight of rank 3"] == digest(torch.cat(downs))
+
+
+def test_a_members_engine_has_the_groups_that_it_joined_with():
+    facts = {"name": "a", "incarnation": "1", "torch_version": "2.9"}
+    join = partial(Join, **facts, device="cuda", num_ranks=8)
+    assert engine_layout_of(join()) == EngineLayout("cuda", 8)
+    found = engine_layout_of(join(attention_groups=4, expert_groups=2))
+    assert found == EngineLayout("cuda", 8, 4, 2)
+    with pytest.raises(ValueError, match="num_ranks must be a multiple of expert_groups, got 8 an"):
+        join(expert_groups=3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_on_other_ranks_or_in_another_order_differ(device: Literal["cpu", "cuda"]):
+    """An engine that computes other experts than its router chooses has the right tensors."""
+    named, layout = mixture(), EngineLayout(device, 2, 1, 2)
+    expected = expected_checksums(named, layout)
+
+    def with_order(*order: int) -> dict[str, str]:
+        moved = {
+            name.replace(f"experts.{place}.", f"experts.{number}."): tensor
+            for place, number in enumerate(order)
+            for name, tensor in named.items()
+            if f".experts.{place}." in name
+        }
+        return expected_checksums(named | moved, layout)
+
+    both = [f"{MOE}.experts.{name}_weight" for name in ("w13", "w2")]
+    second = [f"{name} of rank 1" for name in both]
+    assert with_order(0, 1, 2, 3) == expected
+    assert differing(expected, with_order(1, 0, 2, 3)) == both
+    assert differing(expected, with_order(0, 1, 3, 2)) == second
+    assert differing(expected, with_order(2, 3, 0, 1)) == sorted(both + second)
+    split_by_rows = expected_checksums(named, EngineLayout(device, 2))
+    assert differing(expected, split_by_rows) == sorted(both + second)
+
+
 def test_the_inner_size_is_padded_for_every_rank_and_the_vocabulary_as_a_whole():
     gate, up, down = weights(40, 3), weights(40, 3), weights(4, 40)
     mlp, table = "model.layers.0.mlp", weights(64 * 3, 3)
@@ -188,9 +275,11 @@ def test_a_tied_output_layer_may_be_listed_twice_but_only_if_it_is_equal():
     assert differing(expected | {"lm_head.weight": "1"}, expected) == ["lm_head.weight"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "expert_groups"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
-def test_hosts_of_the_learner_hash_what_they_have_and_join_it(ranks: int, num_hosts: int):
+def test_hosts_of_the_learner_hash_what_they_have_and_join_it(
+    ranks: int, expert_groups: int, num_hosts: int
+):
     layer = "model.layers.0"
     shapes = {
         "model.embed_tokens.weight": (101, 6),
@@ -200,7 +289,7 @@ def test_hosts_of_the_learner_hash_what_they_have_and_join_it(ranks: int, num_ho
         f"{layer}.input_layernorm.weight": (6,),
         **{
             f"{layer}.mlp.experts.{expert}.{part}_proj.weight": (6, 4) if part == "down" else (4, 6)
-            for expert in range(5)
+            for expert in range(6)
             for part in ("gate", "up", "down")
         },
     }
@@ -208,7 +297,7 @@ def test_hosts_of_the_learner_hash_what_they_have_and_join_it(ranks: int, num_ho
     manifest = plan_layout(
         [TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()], bucket_bytes=99
     )
-    of = EngineLayout("cuda", ranks)
+    of = EngineLayout("cuda", ranks, 1, expert_groups)
     hosts = [
         hash_parts(dict(list(tensors.items())[host::num_hosts]), manifest, of)
         for host in range(num_hosts)
