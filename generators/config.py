@@ -42,15 +42,35 @@ _OURS = (
     *("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
     *("max_loras_per_batch", "max_loaded_loras", "enable_lora_overlap_loading"),
 )
+MOE_RUNNER = "triton"  # kernels of experts; they read them as they were published
+_MOVED = "the check of an engine's weights knows where experts are while none is moved or copied"
 # Settings refused for an engine of several ranks, with reasons.
 _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
     **dict.fromkeys(
-        ("ep_size", "attn_cp_size", "dwdp_size", "moe_dense_tp_size"),
+        ("attn_cp_size", "dwdp_size", "moe_dense_tp_size", "moe_dp_size"),
         "the check of an engine's weights knows no such split of its tensors",
     ),
+}
+# Settings that must keep SGLang's value, with reasons.
+_KEPT = {
+    "disaggregation_mode": (
+        "null",
+        "an engine that only prefills keeps keys and values of the old weights when weights change",
+    ),
+    "moe_runner_backend": (
+        MOE_RUNNER,
+        "others lay experts out in ways that the check of an engine's weights does not know",
+    ),
+    **dict.fromkeys(
+        ("moe_a2a_backend", "elastic_ep_backend"),
+        ("none", "ranks would have other parts of the model than the check of its weights knows"),
+    ),
+    "init_expert_location": ("trivial", _MOVED),
+    "ep_num_redundant_experts": (0, _MOVED),
+    "enable_eplb": (False, _MOVED),
 }
 # Settings refused for any engine, with reasons.
 _REFUSED = {
@@ -116,7 +136,8 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
     tp_size an engine is split over that many GPUs, in attn_dp_size groups, each with the whole
-    attention and a cache of its own (Qwen3)."""
+    attention and a cache of its own (Qwen3, and mixtures but Mixtral), and in ep_size groups, each
+    with as many of a mixture's experts."""
     nodes: AtLeast1 = 1
     """Hosts that the GPUs of one engine are on, generators.sglang.tp_size / generators.nodes on
     each; several are started by hand, with `start-generator --follow N --rendezvous HOST:PORT`:
@@ -140,6 +161,11 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     def attention_groups(self) -> int:
         """Number of groups of these processes that each hold the whole attention."""
         return int(self.sglang.get("attn_dp_size", 1))
+
+    @property
+    def expert_groups(self) -> int:
+        """Number of groups of these processes that each hold as many of the experts."""
+        return int(self.sglang.get("ep_size", 1))
 
 
 class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,12 +371,13 @@ def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -
     """Refuse settings that do not fit versions that are adapters."""
     if not settings.lora.is_named:
         return
-    groups = settings.generators.sglang.get("attn_dp_size", 1)
-    if groups != 1:
-        raise ConfigError(
-            f"generators.sglang.attn_dp_size must be 1 with lora.rank, got {groups}: adapters are "
-            f'loaded into one group of ranks; leave it out, or set lora.publish = "merged"'
-        )
+    for name in ("attn_dp_size", "ep_size"):
+        groups = settings.generators.sglang.get(name, 1)
+        if groups != 1:
+            raise ConfigError(
+                f"generators.sglang.{name} must be 1 with lora.rank, got {groups}: adapters are "
+                f'loaded into one group of ranks; leave it out, or set lora.publish = "merged"'
+            )
     if config.get("quantization_config"):
         raise ConfigError(
             "run.model is quantized, and an engine of such a model begins with made-up weights, "
@@ -380,10 +407,11 @@ def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:
             raise ConfigError(f"generators.sglang.{name} must not be set: {_REFUSED[name]}")
         if name in _ONE and value != 1:
             raise ConfigError(f"generators.sglang.{name} must be 1: {_ONE[name]}, got {value}")
-        if name == "disaggregation_mode" and value != "null":
+        if name in _KEPT and value != _KEPT[name][0]:
+            kept, why = _KEPT[name]
             raise ConfigError(
-                f'generators.sglang.disaggregation_mode must be "null", got "{value}": an engine '
-                "that only prefills keeps keys and values of the old weights when weights change"
+                f"generators.sglang.{name} must be {json.dumps(kept)}, got {json.dumps(value)}: "
+                f"{why}"
             )
         if name == "disable_overlap_schedule" and value is False and in_flight == "in_place":
             raise ConfigError(
@@ -399,20 +427,30 @@ def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:
 
 def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
     """Refuse an engine whose ranks would have unequal shares of the model."""
-    num_ranks, groups = (_number(flags, name) for name in ("tp_size", "attn_dp_size"))
-    if num_ranks % groups:
-        raise ConfigError(
-            "generators.sglang.tp_size must be a multiple of generators.sglang.attn_dp_size, got "
-            f"{num_ranks} and {groups}"
-        )
+    num_ranks, groups, expert_groups = (
+        _number(flags, name) for name in ("tp_size", "attn_dp_size", "ep_size")
+    )
+    for name, number in (("attn_dp_size", groups), ("ep_size", expert_groups)):
+        if num_ranks % number:
+            raise ConfigError(
+                f"generators.sglang.tp_size must be a multiple of generators.sglang.{name}, got "
+                f"{num_ranks} and {number}"
+            )
     if groups > 1:
         _check_dp_attention(flags, config)
+    expert_inner = _check_experts(config, expert_groups)
     split_by = "generators.sglang.tp_size" + " / attn_dp_size" * (groups > 1)
-    for name, share, setting in (
-        ("num_attention_heads", num_ranks // groups, split_by),
-        ("num_key_value_heads", num_ranks // groups, split_by),
-        ("intermediate_size", num_ranks, "generators.sglang.tp_size"),
-    ):
+    of_experts = num_ranks // expert_groups
+    shares = {
+        "num_attention_heads": (num_ranks // groups, split_by),
+        "num_key_value_heads": (num_ranks // groups, split_by),
+        "intermediate_size": (num_ranks, "generators.sglang.tp_size"),
+        expert_inner: (
+            of_experts,
+            "generators.sglang.tp_size" + " / ep_size" * (expert_groups > 1),
+        ),
+    }
+    for name, (share, setting) in shares.items():
         size = config.get(name)
         if isinstance(size, int) and size % share:
             raise ConfigError(
@@ -494,6 +532,25 @@ def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object
             "generators.sglang.enable_dp_lm_head must be off: the check of an engine's weights "
             "takes the output layer for split over all ranks"
         )
+
+
+def _check_experts(config: Mapping[str, object], groups: int) -> str:
+    """Refuse groups without as many experts; return the key of an expert's inner size."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if groups > 1 and family is not None and not family.has_experts:
+        raise ConfigError(
+            f"generators.sglang.ep_size must be 1 for {family.model_type}, which has no experts, "
+            f"got {groups}"
+        )
+    names = {ours: theirs for theirs, ours in family.renamed.items()} if family is not None else {}
+    for name in ("num_experts", names.get("num_experts", "num_experts")):
+        number = config.get(name)
+        if isinstance(number, int) and number % groups:
+            raise ConfigError(
+                f"{name} of run.model must be a multiple of generators.sglang.ep_size, got "
+                f"{number} and {groups}"
+            )
+    return "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
 
 
 def _model_config(folder: Path) -> dict[str, object]:

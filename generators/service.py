@@ -245,6 +245,7 @@ def _subscriber(
             nccl_version=libraries.nccl_version,
             num_ranks=settings.generators.num_ranks,
             attention_groups=settings.generators.attention_groups,
+            expert_groups=settings.generators.expert_groups,
             transport=FALLBACK if obstacle else wanted,
             host="" if is_apart else host_identity(),
         ),

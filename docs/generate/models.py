@@ -40,8 +40,11 @@ layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`tests/integration/t
 whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
 (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
 attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
-corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). None of the published
-models was run. The config.json of {published} of them (`tests/support/shelf.py`) are read as
+corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). Engines whose two ranks
+have half of the experts each hold every tensor, and choose and compute what the learner does, in
+every family with experts, also with two groups of attention but for `mixtral`
+(`tests/integration/test_routing_replay.py`). None of the published models was run. The config.json
+of {published} of them (`tests/support/shelf.py`) are read as
 transformers reads them, with the number of parameters that their pages show.
 
 ## What is taken from config.json

@@ -12,6 +12,7 @@ LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROTARY = "sglang.srt.layers.rotary_embedding.factory"
 QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 FP8 = "sglang.srt.layers.quantization.fp8"
+EXPERTS = "sglang.srt.layers.moe.fused_moe_native"
 
 
 def attend_to_latents(module: ModuleType) -> None:
@@ -55,6 +56,40 @@ def turn_without_scaling(module: ModuleType) -> None:
         return scaled(*usual, partial_rotary_factor, device)
 
     replace(module, "get_rope_cpu", get_rope_cpu)
+
+
+def leave_out_far_experts(module: ModuleType) -> None:
+    """Compute only those of a token's experts that this rank has.
+
+    The others have the number -1 (token_dispatcher/standard.py:378), and ``moe_forward_native``
+    (fused_moe_native.py:80) counts by number: it fails. Here each pair of a token and one of its
+    experts here is a row of its own. Remove when it leaves out -1.
+    """
+    import torch  # in the process that computes, not in the agent's
+
+    of_one_rank = module.moe_forward_native
+
+    def moe_forward_native(
+        layer: Any,  # noqa: ANN401
+        x: torch.Tensor,  # [T, H]
+        topk_output: Any,  # noqa: ANN401
+        moe_runner_config: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
+        weights, numbers, _ = topk_output  # [T, K] each
+        is_here = numbers >= 0
+        if is_here.all():
+            alone: torch.Tensor = of_one_rank(layer, x, topk_output, moe_runner_config)
+            return alone
+        if not is_here.any():
+            return torch.zeros_like(x)
+        tokens, _ = is_here.nonzero(as_tuple=True)
+        pairs = topk_output._replace(
+            topk_weights=weights[is_here].unsqueeze(1), topk_ids=numbers[is_here].unsqueeze(1)
+        )
+        shares = of_one_rank(layer, x[tokens], pairs, moe_runner_config)
+        return torch.zeros_like(x).index_add_(0, tokens, shares)
+
+    replace(module, "moe_forward_native", moe_forward_native)
 
 
 def gate_shared_experts(module: ModuleType) -> None:

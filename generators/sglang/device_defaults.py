@@ -8,7 +8,7 @@ from collections.abc import Set
 from importlib.util import find_spec
 from typing import NamedTuple, TypeAlias
 
-from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.config import MOE_RUNNER, GeneratorSettings
 
 Flag: TypeAlias = str | int | float | bool | list[str]
 
@@ -38,11 +38,13 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
         settings: Settings of a generator.
         packages: Packages that are installed, see ``installed_packages``.
     """
-    mixes: dict[str, Flag] = {"enable_mixed_chunk": True} if _mixes(settings) else {}
+    everywhere: dict[str, Flag] = {"enable_mixed_chunk": True} if _mixes(settings) else {}
+    if settings.has_experts:
+        everywhere["moe_runner_backend"] = MOE_RUNNER
     if settings.device == "cpu":
-        return DeviceDefaults(_on_cpu(settings) | mixes, freezes_collectors=False)
+        return DeviceDefaults(_on_cpu(settings) | everywhere, freezes_collectors=False)
     flags: dict[str, Flag] = {
-        **mixes,
+        **everywhere,
         # A pause in place leaves a batch of the old weights unread.
         "disable_overlap_schedule": settings.weightbus.in_flight == "in_place",
     }
@@ -77,7 +79,13 @@ def _mixes(settings: GeneratorSettings) -> bool:
 
 def _on_cpu(settings: GeneratorSettings) -> dict[str, Flag]:
     """Return the settings on a CPU, whose processes are forked with frozen collectors."""
-    return {
+    generators = settings.generators
+    if generators.attention_groups > 1 and generators.expert_groups > 1:
+        # Outputs of experts would be summed by a collective that needs NCCL.
+        summing: dict[str, Flag] = {"boundary_reduction": "rs"}
+    else:
+        summing = {}
+    return summing | {
         # Nothing to overlap: the same cores plan a batch and compute it.
         "disable_overlap_schedule": True,
         "attention_backend": "torch_native",

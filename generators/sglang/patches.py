@@ -116,6 +116,7 @@ def install() -> None:
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
         cpu_models.FP8: _compute_fp8,
+        cpu_models.EXPERTS: cpu_models.leave_out_far_experts,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}

@@ -46,7 +46,10 @@ def as_deepseek(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
-    """Yield a run of latent attention, experts behind a router with a bias, a dense layer."""
+    """Yield a run of latent attention, experts behind a router with a bias, a dense layer.
+
+    Ranks of the learner and of its engine have half of the experts each.
+    """
     folder = tmp_path_factory.mktemp("targets")
     (folder / "whimsical.py").write_text(WHIMSICAL)
     (folder / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
@@ -59,6 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
             "learner.tensor_parallel": 2,
             "learner.pipeline_parallel": 2,
             "learner.expert_parallel": 2,
+            "generators.sglang.tp_size": 2,
+            "generators.sglang.ep_size": 2,
             "reward.function": f"{folder / 'whimsical.py'}:score",
             "reward.inline": True,
             "reward.workers": 0,
@@ -79,8 +84,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     run.assert_nothing_left()
 
 
-def test_a_learner_of_tensor_pipeline_and_expert_ranks_publishes_what_it_learned(run: TinyRun):
-    summary = assert_trained_and_served(run, EngineLayout())
+def test_a_learner_of_tensor_pipeline_and_expert_ranks_publishes_to_expert_ranks(run: TinyRun):
+    summary = assert_trained_and_served(run, EngineLayout("cpu", 2, 1, 2))
     assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
     assert summary["busy"]["learner"] > 0
 

@@ -1,4 +1,4 @@
-"""Print how far our attention and logits on a CPU are from SGLang's.
+"""Print how far our attention, logits and parts of experts on a CPU are from SGLang's.
 
 As JSON: {case: largest difference}.
 """
@@ -7,11 +7,12 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
-from slipstream.generators.sglang import cpu
+from slipstream.generators.sglang import cpu, cpu_models
 
 VOCABULARY = 2500  # tokens; no multiple of a block
 LOGITS = {  # types of the output layer, and whether logits are in float32
@@ -20,6 +21,8 @@ LOGITS = {  # types of the output layer, and whether logits are in float32
     "rounded logits": (torch.bfloat16, False),
 }
 SLOTS, HEADS, KEY_HEADS, SIZE = 400, 4, 2, 8
+# Ranks that have the experts, and the experts that a router may choose from.
+EXPERTS = {"experts of two ranks": (2, 6), "experts of three ranks": (3, 6), "idle rank": (2, 3)}
 # tokens that are cached and new ones, of each sequence of a batch
 CASES = {
     "prompts": [(0, 5), (0, 5), (0, 7)],
@@ -37,6 +40,8 @@ def main() -> None:
             TorchNativeAttnBackend as Native,
         )
         from sglang.srt.layers.logits_processor import LogitsProcessor
+        from sglang.srt.layers.moe import MoeRunnerConfig, fused_moe_native
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
     theirs = Native._run_sdpa_forward_extend
     their_logits = LogitsProcessor._compute_lm_head
     cpu.extend_without_prefix_queries()
@@ -85,14 +90,58 @@ def main() -> None:
             return float("nan")
         return float((found - wanted).abs().max())
 
+    all_experts = fused_moe_native.moe_forward_native
+    cpu_models.leave_out_far_experts(fused_moe_native)
+    computing = all_experts, fused_moe_native.moe_forward_native
+    topk, config = StandardTopKOutput, MoeRunnerConfig(activation="silu")
     printed = {
         f"{name} 0": logits_difference(dtype, in_float32=in_float32)
         for name, (dtype, in_float32) in LOGITS.items()
+    } | {
+        f"{name} 0": experts_difference(*sizes, computing, topk, config, random)
+        for name, sizes in EXPERTS.items()
     }
     for name, pairs in CASES.items():
         for number, order in enumerate(itertools.islice(itertools.permutations(pairs), 3)):
             printed[f"{name} {number}"] = difference(*map(list, zip(*order, strict=True)))
     sys.stdout.write(json.dumps(printed))
+
+
+def experts_difference(
+    ranks: int,
+    chosen_of: int,
+    computing: tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]],
+    topk: Callable[..., object],
+    config: object,
+    random: torch.Generator,
+) -> float:
+    """Return how far the sum of what ranks compute of six experts is from all of them on one.
+
+    Args:
+        ranks: Number of ranks.
+        chosen_of: Experts that are chosen from; the others have no token.
+        computing: SGLang's function for one rank, and ours.
+        topk: Makes SGLang's choice of experts.
+        config: SGLang's settings of its experts.
+        random: Source of all numbers.
+    """
+    of_one_rank, of_ranks = computing
+    each, inner = 6 // ranks, 5
+    tokens, w13, w2 = (
+        0.3 * torch.randn(*shape, generator=random)
+        for shape in ((50, SIZE), (6, 2 * inner, SIZE), (6, SIZE, inner))
+    )
+    weights, numbers = torch.rand(50, chosen_of, generator=random).topk(2)
+    layer = SimpleNamespace(num_experts=6, w13_weight=w13, w2_weight=w2)
+    whole = of_one_rank(layer, tokens, topk(weights, numbers, None), config)
+    total = torch.zeros_like(whole)
+    for first in range(0, 6, each):
+        local = numbers - first
+        local[(local < 0) | (local >= each)] = -1
+        own = slice(first, first + each)
+        layer = SimpleNamespace(num_experts=6, w13_weight=w13[own], w2_weight=w2[own])
+        total += of_ranks(layer, tokens, topk(weights, local, None), config)
+    return float((total - whole).abs().max())
 
 
 if __name__ == "__main__":

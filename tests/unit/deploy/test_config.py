@@ -32,7 +32,21 @@ OF_ENGINES = [  # values of [generators.sglang], and what is said of them
     ({"tp_size": 3}, r"must be a multiple of generators\.sglang\.tp_"),
     ({"nnodes": 2}, r"sglang\.nnodes follows from other settings"),
     ({"pp_size": 2}, r"pp_size must be 1: .* counts ranks .* got 2"),
-    ({"ep_size": 2}, r"ep_size must be 1: .* such split .* got 2"),
+    (
+        {"tp_size": 4, "ep_size": 3},
+        r"tp_size must be a multiple of generators\.sglang\.ep_size, got 4 and 3",
+    ),
+    ({"ep_size": 0}, r"ep_size must be an integer of at least 1, got 0"),
+    ({"tp_size": 2, "ep_size": 2}, r"ep_size must be 1 for llama, which has no experts, got 2"),
+    (
+        {"moe_runner_backend": "flashinfer_trtllm"},
+        r'moe_runner_backend must be "triton", got "flashinfer_trtllm": others lay experts out',
+    ),
+    ({"moe_a2a_backend": "deepep"}, r'moe_a2a_backend must be "none", got "deepep": ranks would'),
+    ({"ep_num_redundant_experts": 2}, r"redundant_experts must be 0, got 2: .* moved or copied"),
+    ({"enable_eplb": True}, r"enable_eplb must be false, got true: .* moved or copied"),
+    ({"init_expert_location": "x.json"}, r'must be "trivial", got "x\.json": .* moved or copied'),
+    ({"moe_dp_size": 2}, r"moe_dp_size must be 1: .* such split .* got 2"),
     (
         {"tp_size": 2, "attn_dp_size": 2},
         r"attn_dp_size must be 1 for llama: .* it does not for qwen3",

@@ -159,3 +159,77 @@ def test_without_workers_an_environment_gives_all_rewards(model: Path):
     ]:
         found = generator_settings_of(model, environment={"function": function}, reward=reward)
         assert found.has_no_scorer is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "why"),
+    [
+        (
+            {"num_experts": 6},
+            {"generators": {"sglang": {"tp_size": 4, "ep_size": 4}}},
+            r"num_experts of run\.model .* multiple of generators\.sglang\.ep_size, got 6 and 4",
+        ),
+        (
+            {"moe_intermediate_size": 50},
+            {"generators": {"sglang": {"tp_size": 4}}},
+            r"moe_intermediate_size of run\.model .* of generators\.sglang\.tp_size, got 50 and 4",
+        ),
+        (
+            {"moe_intermediate_size": 51},
+            {"generators": {"sglang": {"tp_size": 4, "ep_size": 2}}},
+            r"moe_intermediate_size .* generators\.sglang\.tp_size / ep_size, got 51 and 2",
+        ),
+        (
+            {},
+            {
+                "generators": {"sglang": {"tp_size": 2, "ep_size": 2}},
+                "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+            },
+            r"ep_size must be 1 with lora\.rank, got 2: adapters",
+        ),
+    ],
+)
+def test_groups_of_experts_that_cannot_be_equal_are_named_with_both_numbers(
+    changes: dict[str, int], sections: dict[str, dict[str, object]], why: str, tmp_path: Path
+):
+    write_mixture(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=why):
+        generator_settings_of(tmp_path, **sections)
+
+
+def test_whole_experts_need_no_inner_size_that_ranks_divide(tmp_path: Path):
+    write_mixture(tmp_path, num_experts=8, moe_intermediate_size=51)
+    by_experts = {"sglang": {"tp_size": 4, "ep_size": 4, "attn_dp_size": 2}}
+    generators = generator_settings_of(tmp_path, generators=by_experts).generators
+    assert (generators.num_ranks, generators.attention_groups) == (4, 2)
+    assert generators.expert_groups == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_are_run_by_kernels_that_read_them_as_they_were_published(
+    device: str, model: Path, tmp_path: Path
+):
+    write_mixture(tmp_path)
+    mixture, dense = (
+        device_defaults(
+            generator_settings_of(folder, generators={"device": device}), {"flashinfer"}
+        ).flags
+        for folder in (tmp_path, model)
+    )
+    assert mixture["moe_runner_backend"] == "triton"
+    assert "moe_runner_backend" not in dense
+
+
+def write_mixture(folder: Path, **changes: int) -> None:
+    write_blank_model(folder, hidden=16, layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    qwen = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    (folder / "config.json").write_text(json.dumps(config | qwen | changes))

@@ -54,4 +54,5 @@ DEEPSEEK_V2 = Family(
     router=RouterTraits(group_score="best"),
     is_latent=True,
     turns_pairs=True,
+    has_dp_attention=True,
 )

@@ -44,4 +44,5 @@ DEEPSEEK_V3 = Family(
     router=RouterTraits("sigmoid", has_bias=True),
     is_latent=True,
     turns_pairs=True,
+    has_dp_attention=True,
 )

@@ -51,4 +51,5 @@ GLM4_MOE = Family(
         "rms_norm_eps": 1e-5,
     },
     router=RouterTraits("sigmoid", has_bias=True),
+    has_dp_attention=True,
 )

@@ -35,4 +35,5 @@ QWEN2_MOE = Family(
     ends=ENDS,
     keys=QWEN_MOE_KEYS | {"shared_expert_intermediate_size"},
     ignored=WINDOW_KEYS,
+    has_dp_attention=True,
 )

@@ -31,4 +31,5 @@ QWEN3_MOE = Family(
     renamed={"num_local_experts": "num_experts"},  # written so by transformers 5
     keys=QWEN_MOE_KEYS,
     ignored=WINDOW_KEYS,
+    has_dp_attention=True,
 )
