@@ -18,6 +18,7 @@ class EngineSize:
 
     ranks: int
     groups: int  # attention groups (attn_dp_size)
+    expert_groups: int = 1  # groups of ranks with as many of the experts (ep_size)
     nodes: int
     memory: tuple[MemoryPart, ...]
     cached_tokens: float  # capacity of all caches together
@@ -25,8 +26,8 @@ class EngineSize:
     @property
     def sglang(self) -> dict[str, int]:
         """The settings of [generators.sglang] for this size."""
-        groups = {"attn_dp_size": self.groups} if self.groups > 1 else {}
-        return {"tp_size": self.ranks, **groups}
+        groups = {"attn_dp_size": self.groups, "ep_size": self.expert_groups}
+        return {"tp_size": self.ranks, **{name: n for name, n in groups.items() if n > 1}}
 
 
 def engine_size(
@@ -78,18 +79,31 @@ def longest_tokens(config: RunConfig) -> int:
 def _size(
     hf: HfConfig, config: RunConfig, cluster: Cluster, ranks: int, groups: int
 ) -> EngineSize | None:
-    """Return an engine with this many ranks, or None if it is not allowed."""
+    """Return an engine with this many ranks, or None if it is not allowed.
+
+    As many of its ranks share an expert as in the settings.
+    """
     if ranks % groups or groups > cluster.gpus_per_host:
         return None
-    nodes = cluster.hosts(ranks)
-    size = EngineSize(ranks=ranks, groups=groups, nodes=nodes, memory=(), cached_tokens=0)
+    generators = config.generators.generators
+    sharing = generators.num_ranks // generators.expert_groups
+    size = EngineSize(
+        ranks=ranks,
+        groups=groups,
+        expert_groups=max(1, ranks // sharing) if generators.expert_groups > 1 else 1,
+        nodes=cluster.hosts(ranks),
+        memory=(),
+        cached_tokens=0,
+    )
     given = {
         name: value
-        for name, value in config.generators.generators.sglang.items()
-        if name not in {"tp_size", "attn_dp_size"}
+        for name, value in generators.sglang.items()
+        if name not in {"tp_size", "attn_dp_size", "ep_size"}
     }
     try:
-        sized = config.with_settings("generators", sglang={**given, **size.sglang}, nodes=nodes)
+        sized = config.with_settings(
+            "generators", sglang={**given, **size.sglang}, nodes=size.nodes
+        )
         sized = sized.with_settings("deploy", gpu_memory_gib=cluster.gpu.memory_gib)
     except ConfigError:
         return None

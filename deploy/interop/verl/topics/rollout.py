@@ -1,5 +1,6 @@
 """Sampling, evaluation, engines, and answers over several turns."""
 
+import math
 from functools import partial
 
 from slipstream.deploy.interop.verl import rules
@@ -117,6 +118,25 @@ _rollout.setting(
 
 
 @_rollout.rule(
+    "expert_parallel_size moe_ep_size",
+    "generators.sglang.ep_size",
+    "ranks of an engine that each have a share of a mixture's experts; "
+    "verl counts those of joined engines (`data_parallel_size`), an engine here is by itself",
+)
+def _expert_groups(value: Value, keys: VerlKeys) -> Counterpart:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        return expected("a whole number", value)
+    ranks = keys.integer(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
+    groups = math.gcd(value, ranks)
+    if groups == 1:
+        return nothing("every rank has a share of every expert (generators.sglang.ep_size)")
+    if groups == value:
+        return Counterpart({"generators.sglang.ep_size": value})
+    note = f"{value} over joined engines; one of {ranks} ranks has {groups} groups of experts"
+    return Counterpart({"generators.sglang.ep_size": groups}, "changed", note)
+
+
+@_rollout.rule(
     "gpu_memory_utilization",
     "generators.sglang.mem_fraction_static",
     "written from 0.7 on: a generator has its GPU to itself, and a small share was "
@@ -206,9 +226,12 @@ _rollout.dropped(
     "`generators.count` engines; each is a whole model on `tp_size` GPUs",
 )
 _rollout.dropped(
-    "expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size moe_tp_size "
-    "moe_ep_size",
-    "an engine is divided by tensor parallelism alone: its weights are checked that way",
+    "pipeline_model_parallel_size",
+    "an engine has no stages: SGLang counts ranks of a weight group by tensor parallelism alone",
+)
+_rollout.dropped(
+    "moe_tensor_parallel_size moe_tp_size",
+    "ranks that share an expert are `tp_size / ep_size` of `generators.sglang`",
 )
 
 

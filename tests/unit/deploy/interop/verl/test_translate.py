@@ -187,6 +187,20 @@ def test_trap_gpus_are_divided():
         assert setting(found, "learner.ranks_per_node") == per_node
 
 
+@pytest.mark.parametrize(
+    ("experts", "ranks", "expected", "kind"),
+    [(4, 4, 4, "renamed"), (2, 4, 2, "renamed"), (16, 8, 8, "changed"), (1, 8, None, "renamed")],
+)
+def test_trap_an_engine_has_the_experts_of_its_own_ranks(
+    experts: int, ranks: int, expected: int | None, kind: str
+):
+    key = f"{ROLLOUT}.expert_parallel_size"
+    found = translated(f"{ROLLOUT}.tensor_model_parallel_size={ranks}", f"{key}={experts}")
+    assert setting(found, "generators.sglang.ep_size") == expected
+    if expected is not None:
+        assert told(found, key).kind == kind
+
+
 def test_trap_hosts_are_named():
     found = translated("trainer.nnodes=2")
     assert told(found, "trainer.nnodes").kind == "changed"

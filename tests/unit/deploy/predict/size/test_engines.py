@@ -43,12 +43,14 @@ def test_more_ranks_than_heads_of_keys_are_groups_of_attention(tmp_path: Path):
 
 
 def test_what_no_engine_holds_is_refused_with_the_numbers():
-    # Its four heads of keys and values are not split over more ranks.
-    told = r"no engine of up to 64 GPUs of 80 GiB .* 4,096 tokens \(the largest .* is of 4\)"
+    told = r"no engine of up to 4 GPUs of 80 GiB .* 4,096 tokens \(the largest .* is of 4\)"
     with pytest.raises(ConfigError, match=told):
-        engine_size(shape_of(LARGE), config_of(LARGE), H100, 64)
+        engine_size(shape_of(LARGE), config_of(LARGE), H100, 4)
+    # Its four heads of keys and values are split over the four ranks of each of two groups.
+    found = engine_size(shape_of(LARGE), config_of(LARGE), H100, 64)
+    assert found.sglang == {"tp_size": 8, "attn_dp_size": 2}
     h200 = Cluster(gpu=gpu_named("H200"))
-    assert engine_size(shape_of(LARGE), config_of(LARGE), h200, 64).ranks == 4
+    assert engine_size(shape_of(LARGE), config_of(LARGE), h200, 64).sglang == {"tp_size": 4}
 
 
 def test_larger_engines_stay_on_a_host():
@@ -67,3 +69,14 @@ def test_latent_attention_keeps_the_whole_cache_of_a_group_on_each_of_its_ranks(
     assert one.cached_tokens == pytest.approx(
         of_rank / kv_bytes_per_token(shape_of(name)), rel=0.01
     )
+
+
+def test_as_many_ranks_share_an_expert_in_larger_engines():
+    def sizes(**sglang: int) -> list[dict[str, int]]:
+        config = config_of(SMALL, generators={"sglang": sglang})
+        small = engine_size(HF, config, H100, 8, fewest_gpus=sglang["tp_size"])
+        return [size.sglang for size in (small, *larger_engines(HF, config, H100, small))]
+
+    whole = [{"tp_size": 2, "ep_size": 2}, {"tp_size": 4, "ep_size": 4}]
+    assert sizes(tp_size=2, ep_size=2)[:2] == whole
+    assert sizes(tp_size=4, ep_size=2)[:1] == [{"tp_size": 4, "ep_size": 2}]
