@@ -55,7 +55,22 @@ GROUP = LeasedGroup(
     prompt=Prompt(prompt="17+24="),
     siblings=tuple(range(4)),
 )
-MIXTURES = [n for n, one in MODELS.items() if FAMILIES[str(one["model_type"])].has_experts]
+MIXTURES = {
+    name: family
+    for name, model in MODELS.items()
+    if (family := FAMILIES[str(model["model_type"])]).has_experts
+}
+# Engines of mixtures: by experts alone, by attention too where SGLang splits it, and of four ranks
+# of which two share each expert.
+OF_ENGINES = [
+    *((name, EngineLayout("cpu", 2, 1, 2)) for name in MIXTURES),
+    *(
+        (name, EngineLayout("cpu", 2, 2, 2))
+        for name, one in MIXTURES.items()
+        if one.has_dp_attention
+    ),
+    ("deepseek_v3", EngineLayout("cpu", 4, 2, 2)),
+]
 TRIES = 20  # to pause in the midst of an answer: a slow machine may do it too late
 T = TypeVar("T")
 
@@ -115,9 +130,11 @@ def server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
         yield process
 
 
-def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[T]]) -> T:
+def on(
+    server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[T]], ranks: int = 2
+) -> T:
     async def run() -> T:
-        async with client_of(server, OLD, num_ranks=2) as engine:
+        async with client_of(server, OLD, num_ranks=ranks) as engine:
             return await scenario(engine)
 
     return asyncio.run(run())
@@ -207,23 +224,20 @@ def test_routers_choose_exactly_what_the_engine_chose(
     assert gap(found["R3"]) > 1e-3, "weights are the learner's own"
 
 
-@pytest.mark.slow  # of the kind above; and whole families by experts and by attention
-@pytest.mark.parametrize("groups", [1, 2], ids=["experts", "experts-and-attention"])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.slow  # of the kind above
+@pytest.mark.parametrize(("name", "layout"), OF_ENGINES)
 def test_an_engine_by_experts_of_every_family_holds_and_chooses_what_the_learner_does(
-    name: str, groups: int, model: Path, tmp_path: Path
+    name: str, layout: EngineLayout, model: Path, tmp_path: Path
 ):
-    has_groups = FAMILIES[str(MODELS[name]["model_type"])].has_dp_attention
-    if groups > 1 and not has_groups:
-        pytest.skip("its attention is split over all ranks: generators/config.py refuses groups")
     folder = write_family(tmp_path / "model", name, max_position_embeddings=512)
     for file in model.glob("token*"):
         shutil.copyfile(file, folder / file.name)
-    settings = settings_of(folder, tp_size=2, ep_size=2, attn_dp_size=groups)
+    ranks, groups, expert_groups = layout[1:]
+    settings = settings_of(folder, tp_size=ranks, ep_size=expert_groups, attn_dp_size=groups)
     with serving(settings) as server:
         submissions = answers(server, settings)
-        held = on(server, SglangEngine.checksums)
-    expected = expected_checksums(load_file(folder / WEIGHTS), EngineLayout("cpu", 2, groups, 2))
+        held = on(server, SglangEngine.checksums, ranks)
+    expected = expected_checksums(load_file(folder / WEIGHTS), layout)
     assert differing(expected, held) == []
     found = learned(tmp_path / "learned", folder, submissions)
     assert found["R3"]["other"] == 0 < found["R3"]["all"]
