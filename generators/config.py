@@ -470,12 +470,12 @@ def _check_precision(settings: GeneratorSettings, folder: Path) -> None:
             'expected "triton", which reads weights as they were loaded and checked'
         )
     ranks, groups = generators.num_ranks, generators.attention_groups
-    setting = "generators.sglang.tp_size"
+    setting, expert_groups = "generators.sglang.tp_size", generators.expert_groups
     trouble = quantization_trouble(
         load_hf_config(folder),
         attention=(setting + " / attn_dp_size" * (groups > 1), ranks // groups),
         inner=(setting, ranks),
-        experts=(setting, ranks),
+        experts=(setting + " / ep_size" * (expert_groups > 1), ranks // expert_groups),
     )
     if trouble:
         raise ConfigError(trouble)

@@ -207,24 +207,28 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     [
         pytest.param(False, 1, id="dense"),
         pytest.param(False, 2, id="dense-tp2", marks=pytest.mark.slow),
-        pytest.param(True, 1, id="experts", marks=pytest.mark.slow),
+        pytest.param(True, 2, id="experts-ep2", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_in_fp8_serves_what_was_learned(
     start_run: Callable[..., TinyRun], inputs: Path, experts: bool, ranks: int
 ):
+    divided = "expert" if experts else "tensor"
+    expert_groups = ranks if experts else 1
     run = start_run(
         before=lambda folder: with_whole_blocks(folder / "model", experts=experts),
         weightbus__precision="fp8",
         learner__ranks=ranks,
-        learner__tensor_parallel=ranks,
+        **{f"learner__{divided}_parallel": ranks},
         generators__sglang__tp_size=ranks,
+        generators__sglang__ep_size=expert_groups,
         run__steps=3,
         eval__file=inputs / "held_out.jsonl",
         eval__every_steps=3,  # so that the last version is adopted before the run ends
         run__routing_replay="R3" if experts else "off",
     )
-    summary = assert_trained_and_served(run, EngineLayout("cpu", ranks), is_fp8=True)
+    holder = EngineLayout("cpu", ranks, expert_groups=expert_groups)
+    summary = assert_trained_and_served(run, holder, is_fp8=True)
     rows = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     step = [row for row in rows if row.get("staleness/ess@lag0")][-1]
     assert 0 < step["staleness/mismatch_kl@lag0"] < IN_FP8
