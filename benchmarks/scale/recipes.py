@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.deploy.predict.laws.gpus import Gpu, gpu_named
+from slipstream.deploy.predict.laws.gpus import Cluster, Gpu, gpu_named
+from slipstream.deploy.predict.laws.learner_step import Work, step_figures
 from slipstream.deploy.predict.laws.shapes import shape_folder
 from slipstream.deploy.predict.memory.learner_rank import (
     host_optimizer,
@@ -32,12 +33,35 @@ from slipstream.deploy.predict.size.candidates import divisions
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.flops import SequenceCost
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
 GB = 1e9
 _FILE = Path(__file__).parent / "recipes.toml"
 _WEIGHT = 2
+_SHARE_STEP = 1e-4
 _CONTEXT_BYTES = 0.6 * 2**30  # of CUDA, for each process
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a recipe trains between two publishes."""
+
+    sequences: int
+    mean_tokens: float  # prompt included
+    updates: int
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A published layout of a recipe's learner."""
+
+    model: str
+    gpus: int
+    tensor: int
+    pipeline: int
+    expert: int
+    offloaded: float  # share of the optimizer on hosts
+    last_stage: int = 0  # layers of the last stage; 0 divides them as the recipe does
+    published_mfu: float | None = None
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +74,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine_share: float
     max_tokens: int
     has_reference: bool
+    batch: Batch
     learner: dict[str, Any]
     published_gpu_gb: float | None = None
     published_host_gb: float | None = None
@@ -63,6 +88,16 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpus_per_host: int
     host_memory_gb: float
     recipes: tuple[Recipe, ...]
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A layout's training, as predicted: nothing overlaps, and all ranks do as much."""
+
+    gpu: float  # bytes of the GPU that needs most
+    seconds: float  # forward and backward passes of a batch, and its updates
+    mfu: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +134,55 @@ def memory_of(recipe: Recipe, given: Recipes) -> TurnsMemory:
     """Return the memory of a recipe's own layout."""
     layout = {"ranks": recipe.published_gpus, **recipe.learner}
     return _memory(_shape(recipe), recipe, _settings(recipe, layout), given)
+
+
+def training_of(layout: Layout, given: Recipes, *, share: float) -> Training:
+    """Return what a layout is predicted to take.
+
+    Args:
+        layout: a published layout.
+        given: the recipes.
+        share: share of the peak while a rank computes, which stands for kernels and imbalance.
+    """
+    recipe = next(recipe for recipe in given.recipes if recipe.model == layout.model)
+    hf, batch = _shape(recipe), recipe.batch
+    last = {"num_layers_in_last_pipeline_stage": layout.last_stage}
+    settings = _settings(
+        recipe,
+        {
+            "ranks": layout.gpus,
+            "tensor_parallel": layout.tensor,
+            "pipeline_parallel": layout.pipeline,
+            "expert_parallel": layout.expert,
+            "optimizer_offload_fraction": layout.offloaded,
+            "megatron": last if layout.last_stage else recipe.learner.get("megatron", {}),
+        },
+    )
+    work = Work(trajectories=batch.sequences, mean_tokens=batch.mean_tokens)
+    gpu = gpu_named(given.gpu)
+    cluster = Cluster(gpu=gpu, gpus_per_host=given.gpus_per_host, learner_share=share)
+    figures = step_figures(hf, settings, work, cluster)
+    # Settings with several updates would have a pass for log-probabilities, which is not training.
+    of_updates = {"gradients and weights of replicas", "updates"}
+    seconds = sum(
+        figure.value * (batch.updates if figure.what in of_updates else 1) for figure in figures
+    )
+    flops = batch.sequences * SequenceCost.of(hf).flops(batch.mean_tokens)
+    return Training(
+        gpu=max(map(total_bytes, learner_stages(hf, settings, on_gpu=True))) + _CONTEXT_BYTES,
+        seconds=seconds,
+        mfu=flops / (layout.gpus * gpu.peak_flops * seconds),
+    )
+
+
+def fitted_share(layout: Layout, given: Recipes) -> float:
+    """Return the share of the peak with which a layout's MFU is the published one."""
+    low, high = 0.01, 1.0
+    while high - low > _SHARE_STEP:
+        middle = (low + high) / 2
+        is_below = training_of(layout, given, share=middle).mfu < (layout.published_mfu or 0.0)
+        low, high = (middle, high) if is_below else (low, middle)
+    return high
 
 
 def fewest_gpus(recipe: Recipe, given: Recipes) -> int:
@@ -141,10 +225,10 @@ def _shape(recipe: Recipe) -> HfConfig:
 
 def _settings(recipe: Recipe, layout: dict[str, Any]) -> LearnerSettings:
     learner = {
-        **layout,
         "recompute": "full",
         "optimizer_offload_fraction": 1.0,
         "max_tokens_per_microbatch": recipe.max_tokens,
+        **layout,
     }
     return learner_settings({"run": {"model": str(shape_folder(recipe.model))}, "learner": learner})
 

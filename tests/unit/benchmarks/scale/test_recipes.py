@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.scale.recipes import GB, fewest_gpus, memory_of, recipes
+from benchmarks.scale.recipes import GB, fewest_gpus, fitted_share, memory_of, recipes, training_of
 from slipstream.wire.errors import ConfigError
 from tests.support.planned import shape_of
 
@@ -59,3 +59,19 @@ def test_the_page_has_what_is_predicted():
             f"| {memory.largest_host / GB:,.0f}",
         ):
             assert text in page, (recipe.model, text)
+
+
+def test_published_layouts_for_more_gpus_fit_and_their_shares_of_the_peak_are_on_the_page():
+    page = (Path(__file__).parents[4] / "docs" / "scale.md").read_text()
+    first = GIVEN.layouts[0]
+    share = fitted_share(first, GIVEN)
+    assert training_of(first, GIVEN, share=share).mfu == pytest.approx(first.published_mfu, 0.01)
+    for layout in GIVEN.layouts:
+        found = training_of(layout, GIVEN, share=share)
+        assert found.gpu < 96 * 2**30
+        row = f"| {layout.model} | {layout.gpus} | {layout.tensor}, {layout.pipeline}, "
+        figures = f"| {found.gpu / GB:.1f} | {found.seconds:,.0f} | {found.mfu:.2f} |"
+        (line,) = (line for line in page.splitlines() if line.startswith(row))
+        assert figures in line
+        if layout.published_mfu is not None and layout is not first:
+            assert line.endswith(f" {found.mfu / layout.published_mfu - 1:+.0%} |")

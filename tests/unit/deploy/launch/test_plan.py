@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from rich.console import Console
 
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.predict.laws.figure import total
+from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named
 from slipstream.deploy.predict.laws.learner_step import Work, step_figures
+from slipstream.deploy.predict.laws.shapes import shape_folder
 from slipstream.deploy.predict.memory.gpu import (
     GIB,
+    RESERVE_GIB,
     fewest_tensor_ranks,
     generator_memory,
     kv_bytes_per_token,
@@ -19,7 +24,9 @@ from slipstream.deploy.predict.memory.gpu import (
     shadow_bytes,
     static_share,
 )
+from slipstream.deploy.predict.memory.learner_rank import total_bytes
 from slipstream.deploy.preflight.dry_run import print_dry_run
+from slipstream.learner.model.division import refuse_policy
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
@@ -27,6 +34,7 @@ from tests.support.checkpoint_infos import write_checkpoint
 from tests.support.planned import H100
 
 CONFIGS = Path(__file__).parents[4] / "configs"
+PAGE = CONFIGS.parent / "docs" / "parallelism.md"
 ARCHITECTURES = {
     "qwen2.5-1.5b-1gpu": {
         "model_type": "qwen2",
@@ -51,6 +59,14 @@ ARCHITECTURES = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+}
+
+
+# Mixtures by the names of their shapes and of the GPUs that their files mean.
+MIXTURES = {
+    "qwen3-30b-a3b-16gpu": ("Qwen3-30B-A3B", "H100"),
+    "qwen3-235b-a22b-128gpu": ("Qwen3-235B-A22B", "H100"),
+    "deepseek-v3-512gpu": ("DeepSeek-V3", "H200"),
 }
 
 
@@ -299,3 +315,32 @@ def test_every_shipped_config_is_valid(path: Path, tmp_path: Path):
     shape = ARCHITECTURES["qwen3-8b-16gpu"] | {"vocab_size": 49152}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     run_config(load_table(path, [f"run.model={tmp_path}"]))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_files_of_mixtures_say_what_is_planned_and_predicted(name: str):
+    shape, gpu = shape_folder(MIXTURES[name][0]), gpu_named(MIXTURES[name][1])
+    path = CONFIGS / f"{name}.toml"
+    config = run_config(load_table(path, [f"run.model={shape}"]))
+    hf = load_hf_config(shape)
+    refuse_policy(hf, config.learner)
+    generators, hosts = config.generators.generators, len(config.deploy.hosts)
+    engines = generators.count or 16  # as the file says
+    gpus = config.learner.learner.ranks + engines * generators.num_ranks
+    assert (
+        gpus == hosts * config.deploy.gpus_per_host == int(name.split("-")[-1].removesuffix("gpu"))
+    )
+    assert plan_roles(config, Path("resolved.toml"), gpus=())
+    gib = total_bytes(learner_memory(hf, config.learner)) / GIB
+    assert gib < gpu.memory_gib - RESERVE_GIB
+    cache = generator_memory(hf, config)[1]
+    assert int(re.findall(r"([0-9,]+) sequences", cache.what)[0]) > 4
+    work = Work(trajectories=64 * 16, mean_tokens=4200, mean_prompt=200)
+    seconds = total(step_figures(hf, config.learner, work, Cluster(gpu=gpu)))
+    text = path.read_text()
+    assert f"{gib:.1f} GiB" in text
+    assert f"predicted to take {seconds:.0f} s" in text
+    assert "never run" in " ".join(text.replace("#", " ").split())
+    row = f"| [{name}](../configs/{name}.toml) | {gpus} |"
+    (line,) = (line for line in PAGE.read_text().splitlines() if line.startswith(row))
+    assert f"| {gib:.1f} | {seconds:.0f} |" in line
