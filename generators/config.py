@@ -87,6 +87,7 @@ _SWITCHED_ON = (
     "enable_mixed_chunk",
     "enable_session_radix_cache",
 )
+_CACHE = "kv_cache_dtype"
 _FP8_KERNELS = "fp8_gemm_runner_backend"
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
@@ -156,6 +157,11 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     def ranks_per_node(self) -> int:
         """Number of these processes on each host."""
         return self.num_ranks // self.nodes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a key's or value's number in the cache of an engine on a GPU."""
+        return 1 if str(self.sglang.get(_CACHE, "")).startswith("fp8") else 2
 
     @property
     def attention_groups(self) -> int:
@@ -459,7 +465,12 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
 
 
 def _check_precision(settings: GeneratorSettings, folder: Path) -> None:
-    """Refuse weights in fp8 whose blocks the ranks of an engine would cut."""
+    """Refuse fp8 that an engine cannot have: a cache, kernels, blocks that its ranks would cut."""
+    if settings.generators.cache_bytes == 1 and settings.device == "cpu":
+        raise ConfigError(
+            f'generators.sglang.{_CACHE} = "{settings.generators.sglang[_CACHE]}" needs a GPU, and '
+            "this engine is on a CPU (generators.device)"
+        )
     if not settings.weightbus.is_fp8:
         return
     generators = settings.generators
@@ -468,6 +479,11 @@ def _check_precision(settings: GeneratorSettings, folder: Path) -> None:
         raise ConfigError(
             f'generators.sglang.{_FP8_KERNELS} = "{kernels}" with weightbus.precision = "fp8": '
             'expected "triton", which reads weights as they were loaded and checked'
+        )
+    if settings.device == "cuda" and settings.dtype == "float32":
+        raise ConfigError(
+            'generators.dtype = "float32" with weightbus.precision = "fp8": expected "bfloat16", '
+            "the type that a GPU's kernels for fp8 give"
         )
     ranks, groups = generators.num_ranks, generators.attention_groups
     setting, expert_groups = "generators.sglang.tp_size", generators.expert_groups

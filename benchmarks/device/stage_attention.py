@@ -12,12 +12,14 @@ from torch.nn import attention
 
 from benchmarks.device.report import ON_A_CPU, Report, Skipped, run_stage
 from slipstream.learner.model.attention import group_by_length, grouped_attention
+from slipstream.learner.model.crossings import Crossing
 from slipstream.learner.model.cuda_attention import (
     AttentionBounds,
     choose_attention,
     cuda_attention,
     has_flash_4,
 )
+from slipstream.learner.model.ring_attention import Hop, Ring, ring_attention
 from slipstream.learner.model.rotary import Rotary
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -49,6 +51,8 @@ def work(report: Report, _out: Path) -> None:
             name = f"d{channels} h{heads} g{groups}"
             with report.part(f"grouped float32 {name}"):
                 _compare_grouped(report, name, device, lengths, (heads, groups, channels))
+            with report.part(f"blocks {name}"):
+                _compare_blocks(report, name, device, (heads, groups, channels))
             if not on_gpu:
                 report.skip(f"varlen bfloat16 {name}", ON_A_CPU)
                 continue
@@ -137,6 +141,27 @@ def _compare_varlen(
         torch.use_deterministic_algorithms(False)
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     report.holds(f"varlen bfloat16 {name} twice, same bits", same)
+
+
+def _compare_blocks(
+    report: Report, name: str, device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """Compute a sequence in blocks of a ring, by the kernels of this device, and as a whole."""
+    tokens, cut = (4096, 1777) if device.type == "cuda" else (96, 41)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs, scale = _inputs(tokens, shape, device, dtype), shape[-1] ** -0.5
+    ends, longest = _bounds([cut, tokens - cut], device), max(cut, tokens - cut)
+    # The second run's queries see all keys of the first.
+    hop = Hop(Crossing(((cut, tokens),), ((0, cut),)), ((0, cut),), [], [])
+    ring = Ring(AttentionBounds(ends, ends, longest, longest), (hop,), None)
+
+    def in_blocks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ring_attention(query, key, value, ring, scale)
+
+    found = _with_gradients(in_blocks, inputs)
+    right = _with_gradients(_plain([tokens], scale), [one.float() for one in inputs])
+    needs = _OFF_BF16 if dtype is torch.bfloat16 else _OFF_F32
+    report.at_most(f"blocks {name}", _off(found, right), "relative", needs=needs)
 
 
 def _compare_flash_4(

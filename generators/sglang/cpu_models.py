@@ -11,7 +11,6 @@ from slipstream.generators.sglang.replacing import replace
 LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROTARY = "sglang.srt.layers.rotary_embedding.factory"
 QWEN2_MOE = "sglang.srt.models.qwen2_moe"
-FP8 = "sglang.srt.layers.quantization.fp8"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_native"
 
 

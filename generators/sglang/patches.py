@@ -59,6 +59,7 @@ _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager"
+_FP8 = "sglang.srt.layers.quantization.fp8"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -115,7 +116,7 @@ def install() -> None:
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
         cpu_models.ROTARY: cpu_models.turn_without_scaling,
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
-        cpu_models.FP8: _compute_fp8,
+        _FP8: _correct_fp8,
         cpu_models.EXPERTS: cpu_models.leave_out_far_experts,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
@@ -631,10 +632,10 @@ def _check_adapters(module: ModuleType) -> None:
     replace(checker, "_model_state", _model_state)
 
 
-def _compute_fp8(module: ModuleType) -> None:
-    from slipstream.generators.sglang import cpu_fp8  # torch, as above
+def _correct_fp8(module: ModuleType) -> None:
+    from slipstream.generators.sglang import fp8  # torch, as above
 
-    cpu_fp8.compute_in_torch(module)
+    fp8.correct(module)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -64,7 +64,8 @@ class Noise:
         self._limit = limit or LIMITS[dtype]
         floors = EXPERTS_FLOORS if has_experts else FLOORS
         self._floor = min(floors[dtype], self._limit)
-        self._times = EXPERTS_TIMES if has_experts else TIMES
+        # Rounded activations deviate as tokens do that get other experts.
+        self._times = EXPERTS_TIMES if has_experts or dtype == "fp8" else TIMES
         self._seen: list[LogprobDifference] = []
 
     @property

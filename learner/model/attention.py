@@ -75,7 +75,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
     @cached_property
     def ring(self) -> Ring:
         """Blocks of this rank's ring, where context parallelism has several."""
-        return Ring.of(self.split, self.cu_seqlens_kv, self.lengths)
+        return Ring.of(self.split, self.lengths, self.cu_seqlens_kv.device)
 
     @property
     def bounds(self) -> AttentionBounds:

@@ -51,7 +51,10 @@ class TokenSplit:
         shares: HeadShares = _UNDIVIDED,
         group: dist.ProcessGroup | None = None,
     ) -> "TokenSplit":
-        """Return the split of ``count`` tokens; each rank has a token, in two pieces two."""
+        """Return the split of ``count`` tokens; each rank has a token, and one of each run.
+
+        What is missing to that is padded.
+        """
         ranks = shares.parts * shares.rings
         least = ranks * unit * (2 if shares.rings > 1 else 1)
         return cls(count, max(count + -count % unit, least), rank, shares, group, unit)

@@ -25,6 +25,9 @@ from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.crossings import Crossing, Run, crossing
 from slipstream.learner.model.cuda_attention import AttentionBounds, has_kernel
 
+# FlashAttention 2 lays out grouped queries anew where sequences are said to have one at most.
+_FEWEST_QUERIES = 2
+
 
 class Hop(NamedTuple):
     """What this ring's queries see of one ring's keys, and what another ring sees of its own."""
@@ -35,7 +38,7 @@ class Hop(NamedTuple):
     from_ranks: list[int]
 
     def exchange(
-        self, rows: Tensor, group: dist.ProcessGroup, *, is_back: bool = False
+        self, rows: Tensor, group: dist.ProcessGroup | None, *, is_back: bool = False
     ) -> Callable[[], Tensor]:
         """Begin to send rows of keys, or back rows of gradients; return what waits for others'."""
         if not self.to_ranks:
@@ -61,16 +64,16 @@ class Ring:
 
     own: AttentionBounds  # sequences within this ring's runs
     hops: tuple[Hop, ...]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: hops are within this ring
 
     @classmethod
-    def of(cls, split: TokenSplit, cu_seqlens: Tensor, lengths: Sequence[int]) -> "Ring":
+    def of(cls, split: TokenSplit, lengths: Sequence[int], device: torch.device) -> "Ring":
         """Plan the blocks of a microbatch.
 
         Args:
             split: Split of its tokens, over several rings.
-            cu_seqlens: [B + 1] int32, bounds of its sequences, padding among them.
-            lengths: B tokens of each, on the host.
+            lengths: Tokens of each of its sequences, padding among them.
+            device: Device of the bounds; it is not waited for.
         """
         if split.group is None:
             raise ValueError("one rank has no rings")
@@ -90,25 +93,120 @@ class Ring:
                 to_ranks[after * parts + part] = sent.num_keys
                 from_ranks[before * parts + part] = seen.num_keys
             hops.append(Hop(seen, sent.keys, to_ranks, from_ranks))
-        sizes = [end - first for first, end in runs[here]]
-        clipped = [
-            cu_seqlens.clamp(first, end) + (row - first)
-            for (first, end), row in zip(runs[here], accumulate(sizes, initial=0), strict=False)
+        pieces = [
+            min(stop, end) - max(start, first)
+            for first, end in runs[here]
+            for start, stop in pairwise(bounds)
+            if max(start, first) < min(stop, end)
         ]
-        longest = min(max(lengths), max(sizes))
-        own = torch.cat(clipped)
-        return cls(AttentionBounds(own, own, longest, longest), tuple(hops), split.group)
+        ends = torch.tensor([0, *accumulate(pieces)], dtype=torch.int32)
+        ends = ends.to(device, non_blocking=True)
+        longest = max(_FEWEST_QUERIES, *pieces)
+        return cls(AttentionBounds(ends, ends, longest, longest), tuple(hops), split.group)
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float) -> Tensor:
-    """Return causal attention [T, h, v] over all rings, for query [T, h, d] of this rank's ring.
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ring: Ring,
+    scale: float,
+    *,
+    by_kernel: bool | None = None,
+) -> Tensor:
+    """Return causal attention [T, h, v] over all rings, of this rank's ring.
 
-    Keys [T, g, d] and values [T, g, v] are of the same tokens; v is at most d.
+    Args:
+        query: queries of the ring's tokens, [T, h, d].
+        key: their keys, [T, g, d].
+        value: their values, [T, g, v]; v is at most d.
+        ring: blocks of the microbatch.
+        scale: factor of the scores.
+        by_kernel: True if FlashAttention computes blocks; None where it can.
     """
-    width = value.size(-1)
-    value = F.pad(value, (0, query.size(-1) - width))  # kernels take values as wide as queries
-    output: Tensor = _RingAttention.apply(query, key, value, ring, scale)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    width, kernel = value.size(-1), has_kernel(query) if by_kernel is None else by_kernel
+    if width < query.size(-1):  # kernels take values as wide as queries
+        value = F.pad(value, (0, query.size(-1) - width))
+    output: Tensor = _RingAttention.apply(query, key, value, ring, Blocks(scale, kernel))  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return output[..., :width]
+
+
+class Blocks(NamedTuple):
+    """Computes blocks, by FlashAttention's kernels or in plain torch."""
+
+    scale: float  # factor of the scores
+    by_kernel: bool
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention [Q, h, d] and the log-sum-exps of scores, [Q, h] in float32 at least."""
+        if self.by_kernel:
+            output, sums, *_ = torch.ops.aten._flash_attention_forward(  # varlen_attn's
+                query,
+                key,
+                value,
+                *bounds,
+                0.0,
+                is_causal,
+                return_debug_mask=False,
+                scale=self.scale,
+            )
+            return output, sums.T.contiguous()
+        outputs, of_sequences = [query[:0]], [_wide(query[:0, :, 0])]
+        for rows, keys in _sequences(bounds):
+            scores = _scores(query[rows], key[keys], self.scale, is_causal=is_causal)
+            sums = scores.logsumexp(-1)
+            shares = (scores - sums[..., None]).exp()
+            mixed = torch.einsum("gnqk,kgd->qgnd", shares, _wide(value[keys]))
+            outputs.append(mixed.flatten(1, 2).to(query.dtype))
+            of_sequences.append(sums.flatten(0, 1).T)
+        return torch.cat(outputs), torch.cat(of_sequences)
+
+    def gradients(
+        self,
+        asked: Sequence[Tensor],
+        key: Tensor,
+        value: Tensor,
+        bounds: AttentionBounds,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a block's gradients of queries [Q, h, d], keys [K, g, d] and values [K, g, d].
+
+        Args:
+            asked: gradients of outputs, queries and outputs, [Q, h, d] each, and log-sum-exps,
+                [Q, h]; outputs and log-sum-exps are those over all blocks.
+            key: keys of the block.
+            value: values of the block.
+            bounds: bounds of its sequences.
+            is_causal: True if a query sees only the keys before it, and its own.
+        """
+        grad, query, output, sums = asked
+        if self.by_kernel:
+            unused = query.new_empty(0)
+            no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+            by_kernel: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+                *(grad, query, key, value, output, sums.T.contiguous(), *bounds, 0.0, is_causal),
+                *(no_dropout, unused),
+                scale=self.scale,
+            )
+            return by_kernel
+        of_query, of_key, of_value = (torch.zeros_like(t) for t in (query, key, value))
+        for rows, keys in _sequences(bounds):
+            groups = key.size(1)
+            scores = _scores(query[rows], key[keys], self.scale, is_causal=is_causal)
+            g, q, o = (_grouped(t[rows], groups) for t in (grad, query, output))
+            k, v = _wide(key[keys]), _wide(value[keys])
+            shares = (scores - sums[rows].T.reshape(*scores.shape[:3], 1)).exp()
+            of_value[keys] = torch.einsum("gnqk,qgnd->kgd", shares, g).to(value.dtype)
+            of_shares = torch.einsum("qgnd,kgd->gnqk", g, v)
+            mean = (g * o).sum(-1).permute(1, 2, 0)[..., None]
+            of_scores = shares * (of_shares - mean) * self.scale
+            from_keys = torch.einsum("gnqk,kgd->qgnd", of_scores, k)
+            of_query[rows] = from_keys.flatten(1, 2).to(query.dtype)
+            of_key[keys] = torch.einsum("gnqk,qgnd->kgd", of_scores, q).to(key.dtype)
+        return of_query, of_key, of_value
 
 
 class _RingAttention(torch.autograd.Function):
@@ -122,19 +220,19 @@ class _RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         ring: Ring,
-        scale: float,
+        blocks: Blocks,
     ) -> Tensor:
-        own, sums = _attend(query, key, value, ring.own, scale, is_causal=True)
+        own, sums = blocks.attend(query, key, value, ring.own, is_causal=True)
         output = _wide(own)
         for hop, keys, values in _blocks(key, value, ring):
             if hop.seen.keys:
                 queries = _taken(query, hop.seen.queries)
-                bounds = _all_to_all(queries, keys)
-                more = _attend(queries, keys, values, bounds, scale, is_causal=False)
-                _join(output, sums, hop.seen.queries, *more)
+                bounds = each_to_each(queries, keys)
+                more = blocks.attend(queries, keys, values, bounds, is_causal=False)
+                join(output, sums, hop.seen.queries, *more)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.of = ring, scale  # type: ignore[attr-defined]  # torch's way
+        ctx.of = ring, blocks  # type: ignore[attr-defined]  # torch's way
         return output
 
     @staticmethod
@@ -143,17 +241,17 @@ class _RingAttention(torch.autograd.Function):
         ctx: torch.autograd.function.BackwardCFunction, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, sums = ctx.saved_tensors  # type: ignore[misc]  # torch's way
-        ring, scale = ctx.of  # type: ignore[attr-defined]
+        ring, blocks = ctx.of  # type: ignore[attr-defined]
         asked = grad.contiguous(), query, output, sums
-        own = _gradients(asked, key, value, ring.own, scale, is_causal=True)
+        own = blocks.gradients(asked, key, value, ring.own, is_causal=True)
         of_query, of_key, of_value = (_wide(tensor) for tensor in own)
         returned = []
         for hop, keys, values in _blocks(key, value, ring):
             rows = keys.new_empty(0, 2, *keys.shape[1:])
             if hop.seen.keys:
                 part = tuple(_taken(tensor, hop.seen.queries) for tensor in asked)
-                bounds = _all_to_all(part[0], keys)
-                queries, *of_keys = _gradients(part, keys, values, bounds, scale, is_causal=False)
+                bounds = each_to_each(part[0], keys)
+                queries, *of_keys = blocks.gradients(part, keys, values, bounds, is_causal=False)
                 _add(of_query, hop.seen.queries, queries)
                 rows = torch.stack(of_keys, dim=1)
             returned.append((hop.sent, hop.exchange(rows, ring.group, is_back=True)))
@@ -196,7 +294,7 @@ def _divided(rows: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
     return torch.split(rows, [end - first for first, end in runs])
 
 
-def _join(
+def join(
     output: Tensor, sums: Tensor, runs: Sequence[Run], more: Tensor, more_sums: Tensor
 ) -> None:
     """Join the outputs [Q, h, d] of a block with those of the blocks before, in place."""
@@ -209,86 +307,14 @@ def _join(
         sums[first:end] = joined
 
 
-def _all_to_all(queries: Tensor, keys: Tensor) -> AttentionBounds:
+def each_to_each(queries: Tensor, keys: Tensor) -> AttentionBounds:
     """Return bounds with which all queries see all keys; the host waits for nothing."""
 
     def ends(count: int) -> Tensor:
         return torch.arange(0, count + 1, count, dtype=torch.int32, device=queries.device)
 
-    return AttentionBounds(ends(len(queries)), ends(len(keys)), len(queries), len(keys))
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: AttentionBounds,
-    scale: float,
-    *,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return attention [Q, h, d] and the log-sum-exps of scores, [Q, h] in float32 at least."""
-    if has_kernel(query):
-        output, sums, *_ = torch.ops.aten._flash_attention_forward(  # varlen_attn's
-            query, key, value, *bounds, 0.0, is_causal, return_debug_mask=False, scale=scale
-        )
-        return output, sums.T.contiguous()
-    outputs, of_sequences = [query[:0]], [_wide(query[:0, :, 0])]
-    for rows, keys in _sequences(bounds):
-        scores = _scores(query[rows], key[keys], scale, is_causal=is_causal)
-        sums = scores.logsumexp(-1)
-        shares = (scores - sums[..., None]).exp()
-        mixed = torch.einsum("gnqk,kgd->qgnd", shares, _wide(value[keys]))
-        outputs.append(mixed.flatten(1, 2).to(query.dtype))
-        of_sequences.append(sums.flatten(0, 1).T)
-    return torch.cat(outputs), torch.cat(of_sequences)
-
-
-def _gradients(
-    asked: Sequence[Tensor],
-    key: Tensor,
-    value: Tensor,
-    bounds: AttentionBounds,
-    scale: float,
-    *,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block's gradients of queries [Q, h, d], keys [K, g, d] and values [K, g, d].
-
-    Args:
-        asked: gradients of outputs, queries and outputs, [Q, h, d] each, and log-sum-exps [Q, h];
-            outputs and log-sum-exps are those over all blocks.
-        key: keys of the block.
-        value: values of the block.
-        bounds: bounds of its sequences.
-        scale: factor of the scores.
-        is_causal: True if a query sees only the keys before it, and its own.
-    """
-    grad, query, output, sums = asked
-    if has_kernel(query):
-        unused = query.new_empty(0)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        by_kernel: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *(grad, query, key, value, output, sums.T.contiguous(), *bounds, 0.0, is_causal),
-            *(no_dropout, unused),
-            scale=scale,
-        )
-        return by_kernel
-    of_query, of_key, of_value = (torch.zeros_like(t) for t in (query, key, value))
-    for rows, keys in _sequences(bounds):
-        groups = key.size(1)
-        scores = _scores(query[rows], key[keys], scale, is_causal=is_causal)
-        g, q, o = (_grouped(t[rows], groups) for t in (grad, query, output))
-        k, v = _wide(key[keys]), _wide(value[keys])
-        shares = (scores - sums[rows].T.reshape(*scores.shape[:3], 1)).exp()
-        of_value[keys] = torch.einsum("gnqk,qgnd->kgd", shares, g).to(value.dtype)
-        of_shares = torch.einsum("qgnd,kgd->gnqk", g, v)
-        mean = (g * o).sum(-1).permute(1, 2, 0)[..., None]
-        of_scores = shares * (of_shares - mean) * scale
-        from_keys = torch.einsum("gnqk,kgd->qgnd", of_scores, k)
-        of_query[rows] = from_keys.flatten(1, 2).to(query.dtype)
-        of_key[keys] = torch.einsum("gnqk,qgnd->kgd", of_scores, q).to(key.dtype)
-    return of_query, of_key, of_value
+    most = max(_FEWEST_QUERIES, len(queries))
+    return AttentionBounds(ends(len(queries)), ends(len(keys)), most, len(keys))
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, *, is_causal: bool) -> Tensor:

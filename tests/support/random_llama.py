@@ -57,17 +57,18 @@ def make_qwen3_moe(folder: Path, *, experts: int = 4) -> None:
 def with_whole_blocks(folder: Path, *, experts: bool) -> None:
     """Turn a small Llama into a Qwen3 whose matrices have whole blocks of fp8, on two ranks too."""
     config = json.loads((folder / "config.json").read_text())
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps(config | sizes))
-    write_random_weights(folder, scale=0.08, seed=3)
-    if not experts:
-        make_qwen3(folder)
-        return
-    make_qwen3_moe(folder)
+    write_random_weights(folder, scale=0.05, seed=3)
+    make = make_qwen3_moe if experts else make_qwen3
+    make(folder)
     tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
+    for name, tensor in tensors.items():
         if ".experts." in name:  # a token that gets another one still gets nearly the same
-            tensors[name] *= 0.3
+            tensor *= 0.2
+        if "_proj" in name:  # a block that gets another one's scale shows
+            rows, columns = (torch.arange(size) // 128 for size in tensor.shape)
+            tensor *= 2.0 ** ((3 * rows[:, None] + columns) % 4 - 2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -90,6 +90,7 @@ def quantization_trouble(
     sizes, has_experts = hf.sizes, bool(hf.num_routed_experts)
     is_dense = hf.num_sparse_layers < hf.num_hidden_layers
     divided = [
+        ("hidden_size", sizes["hidden"], (inner[0], 1)),
         ("num_attention_heads x head_dim", sizes["queries"], attention),
         ("num_key_value_heads x head_dim", sizes["keys"], attention),
         ("intermediate_size", sizes["inner"] * is_dense, inner),
@@ -98,8 +99,9 @@ def quantization_trouble(
     ]
     for name, size, (setting, ranks) in divided:
         if size % (ranks * BLOCK):
+            with_ranks = f" with {setting} = {ranks}" if ranks > 1 else ""
             return (
                 f"{where} needs whole blocks of {BLOCK} on every rank: {name} of run.model must be "
-                f"a multiple of {ranks * BLOCK} with {setting} = {ranks}, got {size}"
+                f"a multiple of {ranks * BLOCK}{with_ranks}, got {size}"
             )
     return ""

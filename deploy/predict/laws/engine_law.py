@@ -62,6 +62,7 @@ class EngineLaw:
         share: float,
         memory_share: float = 0.85,
         weight_bytes: float = _WEIGHT_BYTES,
+        cache_bytes: int = 2,
     ) -> Self:
         """Return the law of an engine on some GPUs with tensor parallelism.
 
@@ -74,6 +75,7 @@ class EngineLaw:
             share: Reached share of the memory's bandwidth, and of the peak.
             memory_share: Share of the memory for weights and cache.
             weight_bytes: Mean size of a parameter.
+            cache_bytes: Size of a number of keys and values.
 
         Raises:
             ValueError: the weights do not fit.
@@ -85,7 +87,8 @@ class EngineLaw:
         experts = expert_parameters(hf)
         # each group has the whole attention; ranks of a group may keep the same keys and values
         dense = hf.num_parameters - experts + hf.num_attention_parameters * (attention_groups - 1)
-        kv_bytes = kv_bytes_per_token(hf) * kv_copies(hf, num_gpus // attention_groups)
+        kv_bytes = kv_bytes_per_token(hf, element_bytes=cache_bytes)
+        kv_bytes *= kv_copies(hf, num_gpus // attention_groups)
         weights = weight_bytes * (dense + experts)
         cache = memory_share * gpu.memory_gib * GIB * num_gpus - weights
         if cache <= 0:
@@ -139,6 +142,7 @@ def engine_law(
     attention_groups: int = 1,
     memory_share: float = 0.85,
     is_fp8: bool = False,
+    cache_bytes: int = 2,
 ) -> EngineLaw:
     """Return the law of an engine with this many ranks on hosts of one kind.
 
@@ -158,4 +162,5 @@ def engine_law(
         share=cluster.engine_share,
         memory_share=memory_share,
         weight_bytes=bytes_per_parameter(hf, is_fp8=is_fp8),
+        cache_bytes=cache_bytes,
     )

@@ -30,7 +30,6 @@ _ELEMENT = 2  # bytes of a weight or an activation: bfloat16
 _GRADIENT = 4
 _UPDATE_BYTES = 28  # bytes per parameter that a CPU's Adam reads and writes: three and four floats
 _UPDATE_ON_GPU_BYTES = 30  # the same, and the weight in bfloat16
-_RING_PASSES = 1.5  # in one direction: keys forward; backward keys again, and their gradients
 _FORWARD = 1 / 3  # share of a forward and backward pass
 
 
@@ -111,7 +110,7 @@ def step_figures(
         idle = compute * (sizes.pipeline - 1) / (microbatches * sizes.chunks)
         law = f"compute x (p - 1) / (v m), m = {microbatches}: (p - 1) / (v m + p - 1) of both"
         figures.append(Figure("bubbles", idle, "s", law))
-    figures += _exchanges(hf, settings, cluster, work, passes.one_way)
+    figures += _exchanges(hf, settings, cluster, work, passes)
     figures += _updates(hf, settings, cluster)
     return [figure for figure in figures if figure.value]
 
@@ -144,7 +143,7 @@ def _microbatches(settings: LearnerSettings, work: Work, replicas: int) -> int:
 
 
 def _exchanges(
-    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, work: Work, passes: float
+    hf: HfConfig, settings: LearnerSettings, cluster: Cluster, work: Work, all_passes: PassFlops
 ) -> list[Figure]:
     """Return the exchanges between ranks of a replica in the layers.
 
@@ -153,10 +152,10 @@ def _exchanges(
         settings: Settings of the learner.
         cluster: The learner's hosts.
         work: Work of the step.
-        passes: Passes over the tokens in one direction, including repeated ones.
+        all_passes: Passes over the tokens, including repeated ones.
     """
     learner, lengths, figures = settings.learner, hf.sizes, list[Figure]()
-    sizes = learner.sizes
+    sizes, passes = learner.sizes, all_passes.one_way
     tokens = work.tokens / (sizes.replicas(learner.ranks) * sizes.context)
 
     def add(what: str, num_bytes: float, group: int, law: str) -> None:
@@ -176,15 +175,18 @@ def _exchanges(
             groups=max(1, hf.num_query_groups // tensor),
         )
         parts, rings = shares.parts, shares.rings
+        copies = max(1.0, parts * tensor / hf.num_query_groups)  # of a key, for its queries' ranks
         if parts > 1:
-            channels = (lengths["queries"] + 2 * lengths["keys"] + lengths["outputs"]) / tensor
+            channels = lengths["queries"] + 2 * copies * lengths["keys"] + lengths["outputs"]
+            channels /= tensor
             num_bytes = passes * _ELEMENT * channels * tokens * layers * (parts - 1) / parts
             law = (
                 f"{passes:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (u - 1) / u bytes"
             )
             add("heads for tokens", num_bytes, tensor * context, law)
         if rings > 1:
-            times, channels = _RING_PASSES * passes, 2 * lengths["keys"] / tensor
+            # Backward keys are sent again, and their gradients back.
+            times, channels = passes + all_passes.training, 2 * lengths["keys"] * copies / tensor
             most = learner.max_tokens_per_microbatch
             share = min(0.75 * (rings - 1) / rings, work.mean_tokens / most)
             num_bytes = times * _ELEMENT * channels * tokens * rings * layers * share

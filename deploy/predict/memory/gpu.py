@@ -38,10 +38,10 @@ def kv_copies(hf: HfConfig, ranks: int) -> int:
     return ranks if hf.family.is_latent else max(1, ranks // hf.num_query_groups)
 
 
-def rank_kv_bytes(hf: HfConfig, ranks: int, groups: int) -> int:
+def rank_kv_bytes(hf: HfConfig, ranks: int, groups: int, *, element_bytes: int = 2) -> int:
     """Return a rank's bytes of one token of its group; ``groups`` attend separately."""
     of_group = ranks // groups
-    return kv_bytes_per_token(hf) * kv_copies(hf, of_group) // of_group
+    return kv_bytes_per_token(hf, element_bytes=element_bytes) * kv_copies(hf, of_group) // of_group
 
 
 def static_share(generators: GeneratorsSection) -> float:
@@ -131,10 +131,11 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     shadow = each * count if has_shadow else 0.0
     pool -= shadow
     copies = kv_copies(hf, ranks // groups)
-    per_token = rank_kv_bytes(hf, ranks, groups)
-    law = f"4 L g d{' a' if groups > 1 else ''}{f' {copies}' if copies > 1 else ''}{split}"
+    element = generators.cache_bytes
+    per_token = rank_kv_bytes(hf, ranks, groups, element_bytes=element)
+    law = f"{2 * element} L g d" + " a" * (groups > 1) + f" {copies}" * (copies > 1) + split
     if hf.family.is_latent:
-        law = "2 L c, of compressed vectors that each rank keeps,"
+        law = f"{element} L c, of compressed vectors that each rank keeps,"
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")

@@ -101,6 +101,7 @@ def _engine_law(hf: HfConfig, hardware: Hardware, config: RunConfig) -> EngineLa
             attention_groups=generators.attention_groups,
             memory_share=static_share(generators),
             is_fp8=config.generators.weightbus.is_fp8,
+            cache_bytes=generators.cache_bytes,
         )
     except ValueError as error:
         raise ConfigError(f"{error} (--gpus-per-engine)") from error

@@ -143,6 +143,7 @@ def _splits(
             memory_share=static_share(asked.config.generators.generators)
             - shadow_bytes(size.memory) / GIB / asked.cluster.gpu.memory_gib,
             is_fp8=asked.config.generators.weightbus.is_fp8,
+            cache_bytes=asked.config.generators.generators.cache_bytes,
         ),
         lambda split: _publish(asked, split, asked.config.learner.weightbus),
     )

@@ -108,5 +108,6 @@ def _size(
     except ConfigError:
         return None
     parts = tuple(generator_memory(hf, sized))
-    cached_tokens = parts[1].num_bytes / rank_kv_bytes(hf, ranks, groups) * groups
+    per_token = rank_kv_bytes(hf, ranks, groups, element_bytes=generators.cache_bytes)
+    cached_tokens = parts[1].num_bytes / per_token * groups
     return replace(size, memory=parts, cached_tokens=cached_tokens)

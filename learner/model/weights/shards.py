@@ -19,6 +19,9 @@ from torch import Tensor
 from slipstream.wire.models.families.tables import Parameter
 from slipstream.wire.models.fp8 import BLOCK, LARGEST
 
+_ROWS = 32 * BLOCK  # rows that are quantized at a time: several float32 copies of them
+_SMALLEST = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -137,18 +140,27 @@ def _parts_of(shard: Shard, geometry: Geometry) -> Sequence[Tensor]:
 def in_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix [R, C] in e4m3 and the scales of its blocks, [R/128, C/128] rounded up.
 
-    The largest number of a block becomes the largest of e4m3; a block of zeros has the scale 1.
+    The largest number of a block becomes the largest of e4m3. A block of zeros, or of numbers so
+    small that its scale would be none, has the scale 1.
     """
+    numbers = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
+    scales = [
+        _rows_in_fp8(part, rows)
+        for part, rows in zip(torch.split(matrix, _ROWS), torch.split(numbers, _ROWS), strict=True)
+    ]
+    return numbers, torch.cat(scales)
+
+
+def _rows_in_fp8(matrix: Tensor, numbers: Tensor) -> Tensor:
+    """Write rows in e4m3 and return the scales of their blocks."""
     rows, columns = matrix.shape
-    missing = (0, -columns % BLOCK, 0, -rows % BLOCK)
-    blocks = F.pad(matrix.float(), missing).view(
-        -(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK
-    )
+    padded = F.pad(matrix, (0, -columns % BLOCK, 0, -rows % BLOCK)).float()
+    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
     most = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(most > 0, most / LARGEST, 1.0)
-    numbers = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
-    whole = numbers.to(torch.float8_e4m3fn).view(rows + missing[3], columns + missing[1])
-    return whole[:rows, :columns], scales
+    scales = torch.where(most > LARGEST * _SMALLEST, most / LARGEST, 1.0)
+    scaled = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+    numbers.copy_(scaled.view(padded.shape)[:rows, :columns])
+    return scales
 
 
 def _copy(part: Tensor, tensor: Tensor) -> None:

@@ -82,10 +82,13 @@ def test_an_engine_in_fp8_is_started_from_a_folder_that_says_so(tmp_path: Path):
         ({"generators": {"sglang": {"tp_size": 4}}}, r"multiple of 512 .*tp_size = 4, got 768"),
         ({"weightbus": {**FP8, "transport": "collective"}}, 'carries no such numbers; set "tcp"'),
         ({"lora": {"rank": 8, "targets": ["o_proj"]}}, "versions are adapters of weights that"),
+        ({"generators": {"device": "cuda", "dtype": "float32"}}, 'expected "bfloat16", the type'),
+        ({"generators": {"sglang": {"kv_cache_dtype": "fp8_e4m3"}}}, r"needs a GPU, .*on a CPU"),
     ],
 )
 def test_what_cannot_be_in_fp8_is_refused(sections: dict[str, Any], message: str):
     given = {"weightbus": FP8, **sections}
+    given["generators"] = {"device": "cpu", **given.get("generators", {})}
     with pytest.raises(ConfigError, match=message):
         generator_settings_of(shape_folder("Qwen3-30B-A3B"), **given)
 

@@ -1,5 +1,6 @@
 """Which tensors are published in fp8, what that saves, and which models cannot be."""
 
+import msgspec
 import pytest
 
 from slipstream.deploy.predict.laws.shapes import shape_folder
@@ -63,5 +64,9 @@ def test_what_cannot_be_in_fp8_is_named_with_both_sides_and_the_setting():
     assert trouble(MIXTURE, 1, 4).endswith(
         "moe_intermediate_size of run.model must be a multiple of 512 with "
         "learner.expert_tensor_parallel = 4, got 768"
+    )
+    narrow = msgspec.structs.replace(MIXTURE, hidden_size=2000)
+    assert trouble(narrow, 4).endswith(
+        "hidden_size of run.model must be a multiple of 128, got 2000"
     )
     assert 'expected "trained"' in trouble(load_hf_config(shape_folder("DeepSeek-V3")))

@@ -68,3 +68,14 @@ def test_latent_attention_has_no_heads_to_divide():
 def test_what_does_not_hold_the_weights_is_none():
     with pytest.raises(ValueError, match="4 GPUs of 80 GiB do not hold 1342 GB"):
         EngineLaw.of(shape_of("DeepSeek-V3"), gpu_named("H100"), num_gpus=4, base_s=0.0, share=1.0)
+
+
+def test_an_engine_in_fp8_reads_half_of_its_weights_and_of_its_cache():
+    wide, mixture = engine_law(HF, H100, ranks=1), shape_of("Qwen3-30B-A3B")
+    cache = engine_law(HF, H100, ranks=1, cache_bytes=1)
+    assert cache.context_s == pytest.approx(wide.context_s / 2)
+    assert cache.max_cached_tokens == pytest.approx(2 * wide.max_cached_tokens)
+    before, after = (engine_law(mixture, H100, ranks=2, is_fp8=it) for it in (False, True))
+    assert after.experts_s / before.experts_s == pytest.approx(0.51, abs=0.01)
+    saved = 0.98 * mixture.num_parameters / kv_bytes_per_token(mixture)
+    assert after.max_cached_tokens - before.max_cached_tokens == pytest.approx(saved, rel=0.01)

@@ -106,3 +106,26 @@ def test_each_part_has_its_law_and_they_add_up():
     figures = step_figures(QWEN, settings(ranks=8, tensor_parallel=2), WORK, H100)
     assert all(one.formula and one.unit == "s" for one in figures)
     assert total(figures) == sum(one.value for one in figures)
+
+
+def test_ranks_that_share_heads_send_keys_from_ring_to_ring():
+    two = {"tensor_parallel": 4, "sequence_parallel": True}  # eight heads and one key of a rank
+    sizes, layers = QWEN.sizes, QWEN.num_hidden_layers
+    (queries, keys, outputs) = (sizes[name] / 4 for name in ("queries", "keys", "outputs"))
+    one = seconds(ranks=64, context_parallel=16, max_tokens_per_microbatch=32768, **two)
+    tokens = WORK.tokens / 16
+    # Eight shares of heads, each with a copy of the key, and two rings.
+    channels = queries + 2 * 8 * keys + outputs
+    exchanged = 2 * 2 * channels * tokens * layers * 7 / 8
+    assert one["heads for tokens"] == pytest.approx(H100.exchange_s(exchanged, 64))
+    sent = 3 * 2 * 2 * 8 * keys * tokens * 2 * layers * 2000 / 32768
+    assert one["keys between rings"] == pytest.approx(H100.exchange_s(sent, 64))
+    long = Work(trajectories=16, mean_tokens=32000)
+    whole = seconds(long, ranks=64, context_parallel=16, max_tokens_per_microbatch=32768, **two)
+    share = whole["keys between rings"] / one["keys between rings"] * 2000 / 32768
+    assert share == pytest.approx(0.75 / 2), "of one sequence that is on both"
+    assert "keys between rings" not in seconds(ranks=32, context_parallel=8, **two)
+    again = seconds(
+        ranks=64, context_parallel=16, max_tokens_per_microbatch=32768, recompute="full", **two
+    )
+    assert again["keys between rings"] == pytest.approx(4 / 3 * one["keys between rings"])

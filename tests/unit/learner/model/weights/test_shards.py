@@ -141,12 +141,16 @@ def widened(numbers: Tensor, scales: Tensor) -> Tensor:
 def test_blocks_of_fp8_have_the_error_of_three_bits_and_a_scale_each():
     matrix = weights(300, 200) * torch.logspace(-20, 20, 300)[:, None]
     matrix[128:256, :128] = 0
+    matrix[256:, 128:] = 0
+    matrix[256, 130] = 1e-44  # less than a scale could be
     numbers, scales = in_fp8(matrix)
     assert (numbers.dtype, numbers.shape) == (torch.float8_e4m3fn, matrix.shape)
     assert (scales.dtype, scales.shape) == (torch.float32, (3, 2))
     found = widened(numbers, scales)
     assert torch.equal(found[128:256, :128], matrix[128:256, :128])
-    assert scales[1, 0] == 1.0, "no division by zero"
+    assert scales[1, 0] == scales[2, 1] == 1.0, "no division by zero"
+    assert not found[256:, 128:].any()
+    assert found.isfinite().all()
     # Half of the last bit, or of the smallest number of a block.
     bound = matrix.abs() / 16 + widened(torch.ones_like(matrix), scales) * 2**-10
     assert ((found - matrix).abs() <= bound).all()
@@ -154,10 +158,20 @@ def test_blocks_of_fp8_have_the_error_of_three_bits_and_a_scale_each():
     assert torch.equal(widened(again, same), found), "nothing is lost a second time"
 
 
+def test_matrices_of_many_rows_are_quantized_in_parts_as_a_whole():
+    matrix = weights(2 * 4096 + 130, 128)
+    numbers, scales = in_fp8(matrix)
+    for rows in (slice(0, 128), slice(4096, 4224), slice(8192, None)):
+        part, of_part = in_fp8(matrix[rows])
+        assert torch.equal(part.view(torch.uint8), numbers[rows].view(torch.uint8))
+        assert torch.equal(of_part, scales[rows.start // 128 :][: len(of_part)])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"])
-def test_ranks_write_in_fp8_what_one_rank_writes(name: str, ranks: int):
-    parameter = FAMILIES["qwen3"].parameter(f"decoder.layers.1.{name}.weight", tied_embeddings=True)
+@pytest.mark.parametrize("family", ["qwen3", "glm4"])  # gate and up are one matrix in the second
+def test_ranks_write_in_fp8_what_one_rank_writes(family: str, name: str, ranks: int):
+    parameter = FAMILIES[family].parameter(f"decoder.layers.1.{name}.weight", tied_embeddings=True)
     geometry, rows, columns, dim = Geometry(4, 2, 128), (512, 512), 256, 0
     if "qkv" in name:
         rows = (1024, 512, 512)
@@ -170,6 +184,8 @@ def test_ranks_write_in_fp8_what_one_rank_writes(name: str, ranks: int):
         shards = list(fuse_qkv(*parts, num_groups=4).chunk(ranks))
     elif not dim:
         shards = [fuse_gate_up(*both) for both in zip(*(p.chunk(ranks) for p in parts))]  # noqa: B905
+    if len(parameter.names) < len(parts):
+        parts = [torch.cat(parts)]
     wholes = [torch.zeros(p.shape, dtype=torch.float8_e4m3fn) for p in parts]
     scales = [torch.zeros(len(p) // 128, columns // 128) for p in parts]
     for rank, shard in enumerate(shards):
