@@ -42,7 +42,8 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     With w = `learner.lr_warmup_steps`, step s of the warm-up (from 0) trains with
     (s + 1) / (w + 1) of `learner.lr`, so that the first step is not lost. Names in
     `learner.megatron` are checked when the model is built: unknown ones are refused, and so are
-    the ones that follow from the model or from other settings.
+    the ones that follow from the model or from other settings, and for a mixture those of
+    Megatron's own experts: the learner has others.
     """
 
     ranks: AtLeast1 = 1

@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bars import NotRun
+from benchmarks.device.experts import OF_30B_A3B, TINY, milliseconds
 from benchmarks.device.kernel_groups import intervals_of, seconds_by_group
 from benchmarks.device.report import Report, Skipped, run_stage
 from benchmarks.learner_bytes import H100, KERNELS, LENGTH, WITH_FLASH_4
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _LONG = 2**16  # tokens of a step that is run less often
 _SHARE = 1.0  # of the speed of transformers with FlashAttention
 _OF_PRIME_RL = 1.5  # share of its speed
+_OF_SINGLE_EXPERTS = 3.0  # share of the speed of Megatron's experts, one after another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,9 @@ def work(report: Report, out: Path) -> None:
 
     on_gpu = torch.cuda.is_available()
     topology = init_topology(rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60.0)
+    with report.part("experts"):
+        _experts(report, out, on_gpu=on_gpu)
+    _free()
     for case in _CASES if on_gpu else _TINY:
         with report.part(case.label):
             if report.left_s < case.seconds:
@@ -129,6 +134,18 @@ def work(report: Report, out: Path) -> None:
     if not on_gpu:
         report.skip("MFU", "a CPU has no peak to compare with")
     destroy_topology()
+
+
+def _experts(report: Report, out: Path, *, on_gpu: bool) -> None:
+    """Compare experts in groups with Megatron's."""
+    layer, tokens = (OF_30B_A3B, 4096) if on_gpu else (TINY, 64)
+    found = milliseconds(layer, tokens, out / "experts")
+    report.fact(f"experts of {layer}, {tokens} tokens, ms", found)
+    ratio = found["one after another"] / found["in groups"]
+    if on_gpu:
+        report.at_least("grouped_experts", ratio, "x", needs=_OF_SINGLE_EXPERTS)
+    else:
+        report.fact("grouped_experts", ratio)
 
 
 def _leave_out(report: Report, case: Case) -> None:

@@ -32,6 +32,9 @@ Every tiny model is random, of three layers, written by transformers, and passes
   log-probabilities of the learner (two ranks of tensor parallelism, with expert parallelism where
   there are experts; then two pipeline stages) and of SGLang are those of transformers, in float32,
   to 1e-4. Experts are the same for every token.
+- A layer's outputs and gradients are those of Megatron's own experts, computed one after another,
+  to 1e-6, where there are experts (`tests/integration/test_experts.py`: one rank, expert
+  parallelism, experts divided in parts).
 - The tensors that are exported and published are those that were loaded, bit for bit, under tensor,
   pipeline and expert parallelism of 2 and their product.
 

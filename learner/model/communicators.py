@@ -46,9 +46,7 @@ def groups_in_use(
     one_copy = state.get_expert_tensor_model_pipeline_parallel_group
     is_019 = "with_egtp_remat" in signature(one_copy).parameters  # there optimizers use another one
     of_experts = {
-        "experts": state.get_expert_model_parallel_group(),
-        "parts of an expert": state.get_expert_tensor_parallel_group(),
-        "parts of experts": state.get_expert_tensor_and_model_parallel_group(),
+        "experts": state.get_expert_tensor_and_model_parallel_group(),
         "one copy of the experts": one_copy(with_egtp_remat=True) if is_019 else one_copy(),
         "copies of experts": state.get_expert_data_parallel_group(),
     }

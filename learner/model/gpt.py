@@ -32,6 +32,7 @@ from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
+from slipstream.learner.model.experts.grouped_experts import compute_in_groups
 from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import install_swiglu, layer_specs
@@ -66,6 +67,16 @@ _FUSIONS: dict[str, object] = {
 }
 # Settings with which an MLP computes other than plain SwiGLU; a fusion would refuse or ignore them.
 _OTHER_ACTIVATIONS = {"activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func"}
+# Settings of Megatron's experts and its dispatcher, which experts in groups would ignore.
+_OF_SINGLE_EXPERTS = _OTHER_ACTIVATIONS | {
+    "activation_func_fp8_input_store",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_permute_fusion",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "moe_shared_expert_overlap",
+}
 
 
 def build_model(
@@ -117,6 +128,7 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
     if model.post_process:
         model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     for layer in model.decoder.layers:
+        compute_in_groups(layer)
         hand_on_choices(layer)
     model.to(device.device())
     for name, parameter in model.named_parameters():
@@ -334,6 +346,11 @@ def transformer_config(
     fixed["pipeline_dtype"] = dtype
     _refuse_fixed(extra, fixed)
     refuse_unknown_keys(hf, extra)
+    if ignored := sorted(_OF_SINGLE_EXPERTS & extra.keys()) if hf.num_routed_experts else []:
+        raise ConfigError(
+            f"learner.megatron.{ignored[0]} = {extra[ignored[0]]!r} acts on Megatron's experts, "
+            f"and those of {setting} ({hf.model_type}) are computed in groups: remove it"
+        )
     defaults = {**_FUSIONS, "use_cpu_initialization": on_cpu}
     if not _OTHER_ACTIVATIONS.isdisjoint(extra):
         defaults["bias_activation_fusion"] = False

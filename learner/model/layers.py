@@ -1,4 +1,4 @@
-"""Megatron's own layers with this project's attention, norms, router and SwiGLU."""
+"""Megatron's own layers with this project's attention, norms, router, experts and SwiGLU."""
 
 import copy
 import inspect
@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
+from slipstream.learner.model.experts.grouped_experts import GroupedExperts
 from slipstream.learner.model.experts.router import PolicyRouter
 from slipstream.learner.model.kernels.swiglu import swiglu
 from slipstream.learner.model.latent_attention import LatentAttention
@@ -66,13 +67,12 @@ class NormedResidual(torch.nn.Module):
 
 
 def install_swiglu() -> None:
-    """Have Megatron's MLPs, experts and shared experts compute SwiGLU by this project's operator.
+    """Have Megatron's MLPs and shared experts compute SwiGLU by this project's operator.
 
     They do with ``bias_activation_fusion``; a second call changes nothing.
     """
     for module in (megatron_mlp, shared_experts):
         vars(module)["bias_swiglu_impl"] = _swiglu
-    vars(megatron_mlp)["weighted_bias_swiglu_impl"] = _weighted_swiglu
 
 
 def _swiglu(gate_up: Tensor, bias: Tensor | None, *options: bool) -> Tensor:
@@ -80,18 +80,6 @@ def _swiglu(gate_up: Tensor, bias: Tensor | None, *options: bool) -> Tensor:
     if bias is None and not any(options):
         return swiglu(gate_up)
     by_megatron: Tensor = fused_bias_swiglu.bias_swiglu_impl(gate_up, bias, *options)
-    return by_megatron
-
-
-def _weighted_swiglu(
-    gate_up: Tensor, bias: Tensor | None, weights: Tensor, *options: bool
-) -> Tensor:
-    """Replace the function of experts; weights are [T, 1]."""
-    if bias is None and not any(options):
-        return swiglu(gate_up, weights)
-    by_megatron: Tensor = fused_bias_swiglu.weighted_bias_swiglu_impl(
-        gate_up, bias, weights, *options
-    )
     return by_megatron
 
 
@@ -136,7 +124,7 @@ def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> 
             if hasattr(layer.mlp, "submodules")
             else layer.mlp.keywords["submodules"]
         )
-        mlp.router = partial(PolicyRouter, hf)
+        mlp.router, mlp.experts = partial(PolicyRouter, hf), GroupedExperts
     if "mlp_bda.norm.weight" in hf.family.layer:
         normed = ModuleSpec(module=NormedResidual, params={"config": config})
         layer.self_attn_bda = layer.mlp_bda = normed

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -21,7 +21,10 @@ from slipstream.wire.models.hf_config import HfConfig
 
 ADAPTER = "adapter"  # name of the adapter within its layer
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_STACK = re.compile(
+    r"(?<=\.experts\.)linear_fc[12]$"
+)  # weights of a rank's experts, one after another
+_SINGLE = "_slipstream_single"  # attribute of a stack: its storage, and weights of single experts
 ROUTER_BIAS = ".router.correction_bias"
 TIED_OUTPUT = "output_layer.weight"  # copy of the embedding, on the last of several stages
 
@@ -72,14 +75,17 @@ class RankModel:
         """The chunk with the output layer, if it is on this rank."""
         return self.chunks[-1] if self.chunks[-1].post_process else None
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parameters by their names in the whole model, without adapters."""
         for name, tensor in self.named_weights():
-            if isinstance(tensor, torch.nn.Parameter):
+            if not name.endswith(ROUTER_BIAS):
                 yield name, tensor
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's weights for a Hugging Face folder: parameters and router biases."""
+        """Yield this rank's weights for a Hugging Face folder: parameters and router biases.
+
+        Those of an expert are a part of the parameter that holds all experts, without a gradient.
+        """
         per_rank = (self.config.num_moe_experts or 0) // self.config.expert_model_parallel_size
         first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
         for number, chunk in enumerate(self.chunks):
@@ -89,7 +95,11 @@ class RankModel:
             for name, tensor in (*chunk.named_parameters(), *biases):
                 if f".{ADAPTER}." in name:
                     continue
-                yield _moved(_moved(name, _LAYER, offset), _EXPERT, first_expert), tensor
+                whole_name = _moved(name, _LAYER, offset)
+                if _STACK.search(name):
+                    yield from _of_experts(whole_name, tensor, first_expert)
+                else:
+                    yield whole_name, tensor
 
     def numbered_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """Yield this rank's layers by their numbers in the whole model."""
@@ -138,7 +148,24 @@ class RankModel:
 
 def is_expert(name: str) -> bool:
     """Return True for a parameter that is divided as experts are."""
-    return ".local_experts." in name
+    return ".experts." in name
+
+
+def _of_experts(name: str, stack: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of single experts, [E, ...], by their names in the whole model.
+
+    They are kept as long as the weights have their storage: none can be made while it is empty.
+    """
+    place = stack.untyped_storage()._cdata
+    known, weights = getattr(stack, _SINGLE, (0, []))
+    if known != place:
+        weights = list(stack.detach())
+        for weight in weights:
+            tensor_parallel.copy_tensor_model_parallel_attributes(weight, stack)
+            weight.partition_dim = stack.partition_dim - 1  # type: ignore[attr-defined]  # its mark
+        setattr(stack, _SINGLE, (place, weights))
+    for number, weight in enumerate(weights, first):
+        yield _STACK.sub(rf"local_experts.{number}.\g<0>.weight", name), weight
 
 
 def _moved(name: str, number: re.Pattern[str], by: int) -> str:

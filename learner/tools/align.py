@@ -66,7 +66,7 @@ class LayerRecorder:
                 return
             tensor: Tensor = output[1] if part == "experts" else output[0]
             if part == "experts":
-                tensor = tensor.nonzero()[:, 1].view(len(tensor), -1)
+                tensor = tensor.sort(dim=-1).values
             tensor = tensor.reshape(len(self._rows), -1)
             is_real = self._rows < self._num_tokens
             self.arrays[name] = tensor.detach().float().cpu()[is_real].numpy()

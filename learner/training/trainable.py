@@ -103,6 +103,7 @@ class Trainable(Head[Output]):
             bucket_size=self.bucket_parameters,
         )
         self._chunks = _wrapped_chunks(model, exchanges)
+        list(model.named_weights())  # those of single experts are made while weights are here
         self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
         self._optimizer = _optimizer_of(self._chunks, settings, model.config, exchanges)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)

@@ -8,7 +8,7 @@ from tests.support.family_models import SHAPE
 from tests.support.ranks.run import outputs, reports, start
 
 pytestmark = pytest.mark.integration
-INNER, OF_EXPERT = SHAPE["intermediate_size"], 32
+HIDDEN, INNER, OF_EXPERT = SHAPE["hidden_size"], SHAPE["intermediate_size"], 32
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,10 @@ def test_outputs_and_gradients_are_those_of_megatrons_operators(
 
 def test_an_mlp_keeps_gate_and_up_and_their_product_alone(report: dict[str, Any]):
     assert report["kept"]["mlp"] == [INNER, 2 * INNER]
-    assert report["kept"]["expert"] == [1, OF_EXPERT, 2 * OF_EXPERT]
+    *numbers, product, of_first, of_second = report["kept"]["experts"]
+    assert product == 2 * OF_EXPERT, "of two experts of a token"
+    assert {of_first, of_second} == {2 * HIDDEN, 4 * OF_EXPERT}, "a row of each, and gate and up"
+    assert sum(numbers) <= 10, "weights and places"
     assert sum(report["kept"]["Megatron's"]) > 3 * INNER
 
 
@@ -37,6 +40,13 @@ def test_an_activation_that_the_operator_does_not_compute_is_left_to_megatron(
     report: dict[str, Any],
 ):
     assert report["clamped is fused"] is False
+
+
+def test_a_setting_of_megatrons_experts_is_refused_for_a_mixture(report: dict[str, Any]):
+    assert report["refused"] == (
+        "learner.megatron.moe_permute_fusion = True acts on Megatron's experts, and those of "
+        "run.model (qwen2_moe) are computed in groups: remove it"
+    )
 
 
 def test_a_narrow_norm_is_one_operator_of_torch_each_way_where_a_device_has_one(

@@ -136,6 +136,7 @@ SLOW = [
     layout("tp2-experts", 2, EXPERTS, tensor=2),
     layout("tp2-ep2", 2, EXPERTS, tensor=2, expert=2),
     layout("tp2-etp2", 2, EXPERTS, tensor=2, expert_tensor=2),
+    layout("tp2-ep2-etp2", 4, EXPERTS, tensor=2, expert=2, expert_tensor=2),
     layout("cp2-ep2", 2, EXPERTS, context=2, expert=2),
     layout("pp2-experts", 2, EXPERTS, pipeline=2),
     Layout(

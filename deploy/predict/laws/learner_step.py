@@ -194,7 +194,7 @@ def _exchanges(
             add("keys between rings", num_bytes, tensor * context, law)
     group = sizes.expert * sizes.expert_tensor
     if group > 1:
-        times = 2 * passes
+        times = 2 * passes * sizes.expert_tensor
         routed = times * _ELEMENT * hf.hidden_size * hf.experts_per_token * tokens / tensor
         num_bytes = routed * hf.num_sparse_layers / sizes.pipeline * (group - 1) / group
         where = "NVLink" if group <= cluster.gpus_per_host else "NVLink and NICs"

@@ -332,7 +332,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     A layer keeps, by token, the inputs of its two norms and what follows them (4 h), queries, keys,
     values and the attention's output, inputs of the norms of queries and keys where there are, and
     of the MLP gate, up and their product. Experts keep this of each token that is routed to them,
-    evenly, with its copies before and after. Latent attention keeps compressed queries and keys
+    evenly, with its row before. Latent attention keeps compressed queries and keys
     before and after their norms too, and what keys and values are expanded to. Keys and values that
     several ranks of context parallelism share are counted once.
     """
@@ -378,7 +378,7 @@ def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:
         return 3 * lengths["inner"] / sizes.tensor
     token_ranks = sizes.tensor if learner.sequence_parallel else 1
     routed = hf.experts_per_token / token_ranks
-    of_experts = routed * (2 * hf.hidden_size * sizes.expert_tensor + 3 * lengths["expert_inner"])
+    of_experts = routed * (hf.hidden_size * sizes.expert_tensor + 3 * lengths["expert_inner"])
     return of_experts + 3 * lengths["shared_inner"] / sizes.tensor
 
 

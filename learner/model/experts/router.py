@@ -36,7 +36,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
 
     @override
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weight of each expert for each token, [T, E], and the token's experts."""
+        """Return the weights of each token's experts, [T, k] float32, and these, [T, k] int64."""
         logits = logits.view(-1, self._hf.num_routed_experts)
         logits = self.apply_z_loss(logits, padding_mask=padding_mask)
         scores = scores_of(logits, self._rule.score)
@@ -55,8 +55,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         weights = weights_of(
             scores, chosen, is_share=self._hf.norm_topk_prob, factor=self._hf.routed_scaling_factor
         )
-        everywhere = torch.zeros_like(scores).scatter(-1, chosen, weights)
-        return everywhere, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+        return weights, chosen
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PolicyRouter":

@@ -3,7 +3,8 @@
 Usage: fused WORK_FOLDER
 Writes WORK_FOLDER/0.json: by model and setting, the largest difference of outputs and gradients
 from those of Megatron's own operators; what an MLP and an expert keep for the backward pass, in
-numbers of a token; whether clamped activations are fused; and the operators of a norm.
+numbers of a token; whether clamped activations are fused; why a setting of Megatron's experts is
+refused; and the operators of a norm.
 """
 
 import json
@@ -16,8 +17,10 @@ from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.learner.config import LearnerSection
+from slipstream.wire.errors import ConfigError
 from tests.support.family_models import MODELS, SHAPE
 from tests.support.ranks.program import finish, join_ranks, run
+from tests.support.single_experts import compute_one_by_one
 
 LENGTHS = [5, 1, 9, 5]
 SETTINGS: dict[str, dict[str, object]] = {
@@ -31,6 +34,9 @@ def main(work: Path) -> None:
     report: dict[str, object] = {}
     for family in ("qwen3", "qwen2_moe", "deepseek_v2"):
         own = model_of(work / family, family, bias_activation_fusion=False)
+        for layer in own.chunks[0].decoder.layers:
+            if hasattr(layer.mlp, "experts"):
+                compute_one_by_one(layer.mlp)
         expected = results(own)
         for name, setting in SETTINGS.items():
             model = model_of(work / family, family, LearnerSection(**setting))  # type: ignore[arg-type]
@@ -45,13 +51,18 @@ def main(work: Path) -> None:
         "Megatron's": kept_of(
             mlp_of(model_of(work / "qwen3", "qwen3", bias_activation_fusion=False))
         ),
-        "expert": kept_of(
-            mlp_of(model_of(work / "qwen2_moe", "qwen2_moe")).experts.local_experts[0],
-            torch.rand(4, requires_grad=True),
+        "experts": kept_of(
+            mlp_of(model_of(work / "qwen2_moe", "qwen2_moe")).experts,
+            torch.rand(4, 2, requires_grad=True),
+            torch.tensor([[0, 1], [2, 5], [1, 0], [7, 3]]),
         ),
     }
     clamped = model_of(work / "qwen3", "qwen3", activation_func_clamp_value=7.0)
     report["clamped is fused"] = clamped.config.bias_activation_fusion
+    try:
+        model_of(work / "qwen2_moe", "qwen2_moe", moe_permute_fusion=True)
+    except ConfigError as error:
+        report["refused"] = str(error)
     report["norm"] = norm_operators()
     finish(work / "0.json", report)
 
@@ -80,7 +91,7 @@ def results(model) -> list[torch.Tensor]:  # noqa: ANN001 - known only after pre
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     hidden = packed_forward(model, token_ids, positions, bounds, LENGTHS)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)))
-    gradients = [p.grad for _, p in model.named_parameters() if p.grad is not None]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [hidden.detach(), *gradients]
 
 
@@ -97,7 +108,8 @@ def kept_of(mlp, *weights: torch.Tensor) -> list[float]:  # noqa: ANN001
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        output, _ = mlp(tokens, *weights)
+        made = mlp(tokens, *weights)
+    output = made[0] if isinstance(made, tuple) else made
     assert output.requires_grad
     return sorted(kept.values())
 

@@ -5,6 +5,7 @@ Writes WORK_FOLDER/RANK.json: per type of weights, how far gradients and trained
 and what tensors as large as a matrix were made or added.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,8 @@ class LikeMatrices(TorchDispatchMode):
 
     def __init__(self, policy: "Policy") -> None:
         super().__init__()
-        shapes = {name: tuple(one.shape) for name, one in policy.model.named_parameters()}
+        chunks = policy.model.chunks
+        shapes = {n: tuple(one.shape) for chunk in chunks for n, one in chunk.named_parameters()}
         self.names = {shape: name for name, shape in shapes.items() if len(shape) > 1}
         self.seen: Counter[str] = Counter()
 
@@ -51,7 +53,7 @@ class LikeMatrices(TorchDispatchMode):
         is_new = of is None and result.layout is not torch.sparse_coo
         is_sum = func.overloadpacket is torch.ops.aten.add_ and args[1].layout is torch.strided  # type: ignore[attr-defined]
         if is_new or is_sum:
-            name = self.names[tuple(result.shape)].removeprefix("decoder.layers.0.")
+            name = re.sub(r"decoder\.layers\.\d+\.", "", self.names[tuple(result.shape)])
             self.seen[f"{func.overloadpacket.__name__} {name}"] += 1
         return result
 

@@ -51,8 +51,13 @@ def join_ranks(work: Path, rank: int, world_size: int, learner: LearnerSection) 
         seed=1,
         timeout_s=HANG_S,
     )
-    _at_start.update(uses_of_groups())
+    mark_open()
     return topology
+
+
+def mark_open() -> None:
+    """Take what groups have passed until now for what opened them."""
+    _at_start.update(uses_of_groups())
 
 
 def uses_of_groups() -> dict[str, int]:

@@ -28,9 +28,11 @@ REPLAYS: tuple[RoutingReplay, ...] = ("off", "R3")
 def recorded_maps(model: "RankModel") -> list[Tensor]:
     """Return a list that gets, [T', E] bool, which experts each layer's router has chosen."""
     maps: list[Tensor] = []
+    count = model.hf_config.num_routed_experts
 
     def record(_router: torch.nn.Module, _given: object, made: tuple[Tensor, Tensor]) -> None:
-        maps.append(made[1])
+        chosen = made[1]
+        maps.append(torch.zeros(len(chosen), count).bool().scatter(-1, chosen, True))
 
     for chunk in model.chunks:
         for layer in chunk.decoder.layers:

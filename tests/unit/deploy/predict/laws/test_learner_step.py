@@ -84,6 +84,12 @@ def test_tensor_parallelism_sends_activations_over_nvlink():
     assert found["tensor parallelism"] == pytest.approx(expected)
 
 
+def test_tokens_go_to_every_part_of_a_divided_expert():
+    whole = seconds(ranks=8, expert_parallel=8)["expert parallelism"]
+    parts = seconds(ranks=8, expert_parallel=4, expert_tensor_parallel=2)["expert parallelism"]
+    assert parts == pytest.approx(2 * whole)
+
+
 def test_experts_on_several_hosts_send_tokens_over_nics():
     near = seconds(ranks=8, expert_parallel=8)["expert parallelism"]
     # Dispatch and combine, forward and backward, of 8 copies of 64,000 tokens in 48 layers.

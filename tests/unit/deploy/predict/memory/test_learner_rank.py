@@ -177,7 +177,7 @@ def test_what_is_offloaded_counts_in_the_moment_that_uses_it():
 def test_activations_of_one_rank():
     of_layer = 4 * 8 + 2 * (8 + 4) + 3 * 12
     assert parts_of(SMALL, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 3 * of_layer
-    normed = 4 * 8 + 3 * (16 + 8) + 2 * (2 * 8 + 3 * 6)  # and two experts of each token
+    normed = 4 * 8 + 3 * (16 + 8) + 2 * (8 + 3 * 6)  # and two experts of each token
     assert parts_of(MIXTURE, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 4 * normed
 
 

@@ -1,0 +1,67 @@
+"""Megatron's own experts, one after another, with its own dispatcher: what groups must compute."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def single_weights(experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    """Return the weights of a rank's ``GroupedExperts`` by the names of Megatron's."""
+    return {
+        f"local_experts.{number}.{name}.weight": weight
+        for name in ("linear_fc1", "linear_fc2")
+        for number, weight in enumerate(getattr(experts, name))
+    }
+
+
+def megatrons_experts(mlp: Any) -> Any:  # noqa: ANN401
+    """Return Megatron's module for a layer's experts, with weights of its own."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    groups = get_default_pg_collection()
+    return SequentialMLP(mlp.num_local_experts, mlp.config, submodules, pg_collection=groups)
+
+
+def compute_one_by_one(mlp: Any, *, copied: bool = False) -> Any:  # noqa: ANN401
+    """Have a layer with experts compute as Megatron would, with its own router.
+
+    It computes with the weights of the layer, or ``copied`` ones. Returns Megatron's module.
+    """
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    single = megatrons_experts(mlp)
+    if copied:
+        single.to(mlp.experts.linear_fc1.device).load_state_dict(
+            single_weights(mlp.experts), strict=False
+        )
+    dispatcher = MoEAlltoAllTokenDispatcher(
+        mlp.num_local_experts,
+        mlp.local_expert_indices,
+        config=mlp.config,
+        pg_collection=get_default_pg_collection(),
+    )
+
+    def forward(hidden: Tensor, *_rest: object, **_named: object) -> tuple[Tensor, None]:
+        weights, chosen = mlp.router(hidden)
+        nowhere = weights.new_zeros(len(chosen), mlp.config.num_moe_experts)
+        everywhere = nowhere.scatter(-1, chosen, weights)
+        rows, shares = dispatcher.dispatch_preprocess(
+            hidden, nowhere.bool().scatter(-1, chosen, True), everywhere
+        )
+        rows, shares = dispatcher.token_dispatch(rows, shares)
+        rows, counts, shares = dispatcher.dispatch_postprocess(rows, shares)
+        weights_of_layer = {} if copied else single_weights(mlp.experts)
+        outputs, _ = torch.func.functional_call(single, weights_of_layer, (rows, counts, shares))
+        outputs = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
+        outputs = dispatcher.combine_postprocess(outputs)
+        shared = mlp.shared_experts_compute(hidden)
+        return outputs if shared is None else outputs + shared, None
+
+    mlp.forward = forward
+    return single

@@ -1,0 +1,90 @@
+"""Products of all experts in one call, beside a product for each."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.learner.model.experts.grouped_products import (
+    grouped_linear,
+    grouped_product,
+    has_kernel,
+)
+
+ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)  # the second expert has no row
+
+
+def operands(dtype: torch.dtype, inputs: int, outputs: int, rows: int = 12) -> tuple[Tensor, ...]:
+    numbers = torch.Generator().manual_seed(1)
+    shapes = (rows, inputs), (len(ENDS), outputs, inputs), (rows, outputs)
+    return tuple(torch.randn(shape, generator=numbers).to(dtype) for shape in shapes)
+
+
+def one_by_one(rows: Tensor, weight: Tensor, ends: Tensor = ENDS) -> Tensor:
+    starts = [0, *ends.tolist()[:-1]]
+    pairs = zip(weight, starts, ends.tolist(), strict=True)
+    return torch.cat([rows[start:end] @ own.t() for own, start, end in pairs])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "outputs", "is_one_call"),
+    [
+        (torch.bfloat16, 16, 24, True),
+        (torch.float32, 16, 24, True),
+        (torch.bfloat16, 12, 24, False),  # rows of 24 bytes
+        (torch.float64, 16, 24, False),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_a_product_for_each_expert(
+    dtype: torch.dtype, inputs: int, outputs: int, is_one_call: bool
+):
+    assert has_kernel(dtype, inputs, outputs) is is_one_call
+    rows, weight, gradient = operands(dtype, inputs, outputs)
+    found, expected = (
+        [rows.clone().requires_grad_(), weight.clone().requires_grad_()] for _ in range(2)
+    )
+    product, right = grouped_linear(*found, ENDS), one_by_one(*expected)
+    product.backward(gradient)
+    right.backward(gradient)
+    limit = 1e-2 if dtype is torch.bfloat16 else 1e-6
+    for mine, other in zip(
+        [product, *(f.grad for f in found)], [right, *(e.grad for e in expected)], strict=True
+    ):
+        assert mine is not None
+        assert other is not None
+        assert mine.dtype == dtype
+        assert (mine - other).norm() <= limit * other.norm()
+    assert found[1].grad is not None
+    assert not found[1].grad[1].any(), "no row was this expert's"
+
+
+def test_a_gradient_is_added_to_a_total_and_autograd_gets_no_elements():
+    rows, weight, gradient = operands(torch.bfloat16, 16, 24)
+    weight.requires_grad_()
+    total = torch.full(weight.shape, 2.0)
+    grouped_linear(rows, weight, ENDS, total).backward(gradient)
+    assert weight.grad is not None
+    assert weight.grad.is_sparse
+    assert weight.grad._nnz() == 0
+    alone = weight.detach().requires_grad_()
+    grouped_linear(rows, alone, ENDS).backward(gradient)
+    assert alone.grad is not None
+    assert total.equal(2.0 + alone.grad.float())
+
+
+def test_no_rows_are_a_product_without_rows_and_gradients_of_zero():
+    rows, weight, gradient = operands(torch.bfloat16, 16, 24, rows=0)
+    rows.requires_grad_()
+    weight.requires_grad_()
+    product = grouped_linear(rows, weight, torch.zeros(len(ENDS), dtype=torch.int32))
+    assert product.shape == (0, 24)
+    product.backward(gradient)
+    assert rows.grad is not None
+    assert rows.grad.shape == (0, 16)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_numbers_of_rows_are_not_read_by_the_host():
+    rows, weight, _ = (tensor.to("meta") for tensor in operands(torch.bfloat16, 16, 24))
+    product = grouped_product(rows, weight.transpose(1, 2), ENDS.to("meta"))
+    assert product.shape == (12, 24)
