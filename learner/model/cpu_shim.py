@@ -1,16 +1,14 @@
 """Lets unmodified megatron-core run on a machine without CUDA.
 
 megatron-core <= 0.19 uses CUDA devices, streams and random states without checking that there are
-any (upstream has no switch for this). Five layers replace them:
+any (upstream has no switch for this). Four layers replace them:
 
 1. the functions of torch.cuda called there become their CPU equivalents or do nothing;
 2. a function mode sends ``device="cuda"`` to the CPU, makes ``Tensor.cuda()`` return its tensor
    and drops pinned memory; it acts on the thread that installed it;
 3. the mixture-of-experts kernels that 0.18 and later import from triton get a stand-in that
    refuses to be called, if triton is absent;
-4. ``all_to_all_single`` takes sizes as tensors, which Megatron's token dispatcher turns into
-   numbers only if they come from a GPU;
-5. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused kernels that
+4. ``torch.compile`` does nothing while megatron.core is imported: it decorates fused kernels that
    no model on a CPU calls, and loading the compiler for them would cost every process three
    seconds.
 
@@ -22,11 +20,10 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -56,7 +53,6 @@ def install() -> None:
     for name in ("get_rng_state", "set_rng_state"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.nn.Module.cuda = _itself  # type: ignore[method-assign,assignment]  # the point of it
-    torch.distributed.all_to_all_single = _all_to_all_single  # type: ignore[assignment]  # its kin
     mode = _CudaToCpu()
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     setattr(torch.cuda, _MARK, mode)
@@ -65,24 +61,6 @@ def install() -> None:
         importlib.import_module("megatron.core")  # it keeps the replacements for all its modules
     finally:
         torch.compile = compiler
-
-
-_torch_all_to_all_single = torch.distributed.all_to_all_single
-
-
-def _all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: Sequence[int] | Tensor | None = None,
-    input_split_sizes: Sequence[int] | Tensor | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-    **options: object,
-) -> object:
-    to_rows, from_rows = (
-        sizes.tolist() if isinstance(sizes, Tensor) else sizes
-        for sizes in (output_split_sizes, input_split_sizes)
-    )
-    return _torch_all_to_all_single(output, tensor, to_rows, from_rows, group, **options)  # type: ignore[arg-type]  # handed on
 
 
 def _uncompiled(function: object = None, **_options: object) -> object:

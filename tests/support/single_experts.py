@@ -54,6 +54,9 @@ def compute_one_by_one(mlp: Any, *, copied: bool = False) -> Any:  # noqa: ANN40
         rows, shares = dispatcher.dispatch_preprocess(
             hidden, nowhere.bool().scatter(-1, chosen, True), everywhere
         )
+        for name in ("input_splits", "output_splits"):  # numbers, as of a GPU
+            if isinstance(sizes := getattr(dispatcher, name), Tensor):
+                setattr(dispatcher, name, sizes.tolist())
         rows, shares = dispatcher.token_dispatch(rows, shares)
         rows, counts, shares = dispatcher.dispatch_postprocess(rows, shares)
         weights_of_layer = {} if copied else single_weights(mlp.experts)

@@ -1,4 +1,4 @@
-"""Choices of experts: rules, the router that applies them, and their record and replay.
+"""Experts: choices, their record and replay, the way of tokens to experts, and their products.
 
 Imported by learner.
 """
