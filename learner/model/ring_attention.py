@@ -25,7 +25,7 @@ from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.crossings import Crossing, Run, crossing
 from slipstream.learner.model.cuda_attention import AttentionBounds, has_kernel
 
-# FlashAttention 2 lays out grouped queries anew where sequences are said to have one at most.
+# Fewest as the limit of a kernel: with one FlashAttention 2 lays out grouped queries anew.
 _FEWEST_QUERIES = 2
 
 

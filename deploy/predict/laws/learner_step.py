@@ -175,7 +175,7 @@ def _exchanges(
             groups=max(1, hf.num_query_groups // tensor),
         )
         parts, rings = shares.parts, shares.rings
-        copies = max(1.0, parts * tensor / hf.num_query_groups)  # of a key, for its queries' ranks
+        copies = max(1.0, parts * tensor / hf.num_query_groups)  # number of ranks with the same key
         if parts > 1:
             channels = lengths["queries"] + 2 * copies * lengths["keys"] + lengths["outputs"]
             channels /= tensor
