@@ -50,7 +50,7 @@ _ONE = {
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
     **dict.fromkeys(
-        ("attn_cp_size", "dwdp_size", "moe_dense_tp_size", "moe_dp_size"),
+        ("attn_cp_size", "dwdp_size", "moe_dp_size"),
         "the check of an engine's weights knows no such split of its tensors",
     ),
 }
@@ -78,6 +78,11 @@ _REFUSED = {
     "them published in fp8",
     "enforce_shared_experts_fusion": "the check of an engine's weights and routing replay know "
     "shared experts by themselves alone",
+    "moe_dense_tp_size": "the check of an engine's weights knows dense layers that all ranks share",
+    **dict.fromkeys(
+        ("ep_dispatch_algorithm", "kt_num_gpu_experts"),
+        "tokens would go to other experts than their router chose",
+    ),
     "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
 }
 # Flags that are on here, and may be off.
@@ -451,6 +456,7 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
         "num_attention_heads": (num_ranks // groups, split_by),
         "num_key_value_heads": (num_ranks // groups, split_by),
         "intermediate_size": (num_ranks, "generators.sglang.tp_size"),
+        "shared_expert_intermediate_size": (num_ranks, "generators.sglang.tp_size"),
         expert_inner: (
             of_experts,
             "generators.sglang.tp_size" + " / ep_size" * (expert_groups > 1),

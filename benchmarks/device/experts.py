@@ -31,8 +31,11 @@ OF_30B_A3B = Layer(hidden=2048, inner=768, experts=128, experts_of_token=8)
 TINY = Layer(hidden=64, inner=32, experts=16, experts_of_token=4)
 
 
-def milliseconds(layer: Layer, tokens: int, folder: Path) -> dict[str, float]:
-    """Return the fastest of a few passes, forward and backward, with experts in each form.
+def compared(layer: Layer, tokens: int, folder: Path) -> dict[str, float]:
+    """Return the ms of the fastest of a few passes, forward and backward, in each form; and "off".
+
+    That is how far outputs, gradients of the input and the norm of the weights' gradients are from
+    each other, relative to the largest number. One expert gets no token.
 
     Weights are bfloat16, and their gradients are added to float32, as in a run; the topology must
     be up.
@@ -61,12 +64,21 @@ def milliseconds(layer: Layer, tokens: int, folder: Path) -> dict[str, float]:
     hidden = torch.randn(
         tokens, 1, layer.hidden, dtype=torch.bfloat16, device=device.device(), generator=numbers
     )
-    grouped = _fastest(mlp, mlp, hidden)
-    single = compute_one_by_one(mlp, copied=True)
-    return {"in groups": grouped, "one after another": _fastest(mlp, single, hidden)}
+    with torch.no_grad():
+        hidden[..., 0] = 4.0
+        mlp.router.weight[0] = 0.0
+        mlp.router.weight[0, 0] = -100.0  # the expert without a token
+    grouped, ours = _fastest(mlp, mlp, hidden)
+    single, theirs = _fastest(mlp, compute_one_by_one(mlp, copied=True), hidden)
+    off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return {"in groups": grouped, "one after another": single, "off": off}
 
 
-def _fastest(mlp: Any, weights: torch.nn.Module, hidden: Tensor) -> float:  # noqa: ANN401
+def _fastest(
+    mlp: Any,  # noqa: ANN401
+    weights: torch.nn.Module,
+    hidden: Tensor,
+) -> tuple[float, list[Tensor]]:
     for weight in weights.parameters():
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron's marks
@@ -79,9 +91,11 @@ def _fastest(mlp: Any, weights: torch.nn.Module, hidden: Tensor) -> float:  # no
         found.append(1e3 * (_now_s() - began_s))
         for weight in mlp.parameters():
             weight.grad = None
+    norm = torch.stack([weight.main_grad.norm() for weight in weights.parameters()]).norm()  # type: ignore[union-attr]
     for weight in weights.parameters():
         del weight.main_grad
-    return min(found[2:])
+    of_input = hidden if given.grad is None else given.grad
+    return min(found[2:]), [output.detach().float(), of_input.float(), norm]
 
 
 def _now_s() -> float:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bars import NotRun
-from benchmarks.device.experts import OF_30B_A3B, TINY, milliseconds
+from benchmarks.device.experts import OF_30B_A3B, TINY, compared
 from benchmarks.device.kernel_groups import intervals_of, seconds_by_group
 from benchmarks.device.report import Report, Skipped, run_stage
 from benchmarks.learner_bytes import H100, KERNELS, LENGTH, WITH_FLASH_4
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _LONG = 2**16  # tokens of a step that is run less often
 _SHARE = 1.0  # of the speed of transformers with FlashAttention
 _OF_PRIME_RL = 1.5  # share of its speed
+_OFF_BF16 = 1e-2
 _OF_SINGLE_EXPERTS = 3.0  # share of the speed of Megatron's experts, one after another
 
 
@@ -139,7 +140,8 @@ def work(report: Report, out: Path) -> None:
 def _experts(report: Report, out: Path, *, on_gpu: bool) -> None:
     """Compare experts in groups with Megatron's."""
     layer, tokens = (OF_30B_A3B, 4096) if on_gpu else (TINY, 64)
-    found = milliseconds(layer, tokens, out / "experts")
+    found = compared(layer, tokens, out / "experts")
+    report.at_most("grouped_experts off single ones", found["off"], "relative", needs=_OFF_BF16)
     report.fact(f"experts of {layer}, {tokens} tokens, ms", found)
     ratio = found["one after another"] / found["in groups"]
     if on_gpu:

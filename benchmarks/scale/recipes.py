@@ -158,6 +158,7 @@ def training_of(layout: Layout, given: Recipes, *, share: float) -> Training:
             "megatron": last if layout.last_stage else recipe.learner.get("megatron", {}),
         },
     )
+    refuse_layout(hf, settings.learner)
     work = Work(trajectories=batch.sequences, mean_tokens=batch.mean_tokens)
     gpu = gpu_named(given.gpu)
     cluster = Cluster(gpu=gpu, gpus_per_host=given.gpus_per_host, learner_share=share)

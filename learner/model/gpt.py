@@ -71,11 +71,14 @@ _OTHER_ACTIVATIONS = {"activation_func_clamp_value", "glu_linear_offset", "use_t
 _OF_SINGLE_EXPERTS = _OTHER_ACTIVATIONS | {
     "activation_func_fp8_input_store",
     "moe_apply_probs_on_input",
+    "moe_expert_rank_capacity_factor",
     "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
     "moe_permute_fusion",
     "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization",
     "moe_shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm",
 }
 
 

@@ -21,6 +21,9 @@ class NarrowAdamW(torch.optim.AdamW):
     the weights of Megatron's distributed optimizer are views.
     """
 
+    most_at_once = 1 << 24
+    """Numbers of a weight that are updated at once, with two in float32 for each."""
+
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -46,23 +49,38 @@ class NarrowAdamW(torch.optim.AdamW):
                     state[name] = state[name].to(torch.bfloat16)
 
     def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
-        state, fused = self.state[weight], bool(group.get("fused"))
+        state = self.state[weight]
         if "exp_avg" not in state:
             for name in MOMENTS:
                 state[name] = torch.zeros_like(weight, dtype=torch.bfloat16)
         if "step" not in state:
             state["step"] = no_updates(weight, group)
-        first, second = (state[name].float() for name in MOMENTS)
+        tensors = [weight, weight.grad, *(state[name] for name in MOMENTS)]
+        flat = (torch.split(tensor.view(-1), self.most_at_once) for tensor in tensors)
+        before = state["step"].clone()
+        for parts in zip(*flat, strict=True):
+            state["step"].copy_(before)  # every part is of the same update
+            self._update_part(*parts, step=state["step"], group=group)
+
+    def _update_part(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        *moments: Tensor,
+        step: Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        first, second = (moment.float() for moment in moments)
         beta1, beta2 = group["betas"]
         adam(
             [weight],
-            [weight.grad],  # type: ignore[list-item]  # not None
+            [gradient],
             [first],
             [second],
             [],
-            [state["step"]],
+            [step],
             foreach=False,
-            fused=fused,
+            fused=bool(group.get("fused")),
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=True,
@@ -74,8 +92,8 @@ class NarrowAdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for name, value in zip(MOMENTS, (first, second), strict=True):
-            state[name].copy_(value)
+        for moment, value in zip(moments, (first, second), strict=True):
+            moment.copy_(value)
 
 
 def no_updates(weight: Tensor, group: dict[str, Any]) -> Tensor:

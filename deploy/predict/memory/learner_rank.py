@@ -60,6 +60,7 @@ class RankParameters:
     dense: int  # all except experts
     expert: int
     largest: int  # size of the largest parameter
+    largest_experts: int = 0  # the same of experts, which are one parameter
 
     @property
     def count(self) -> int:
@@ -76,7 +77,8 @@ def rank_parameters(
         ConfigError: the settings do not divide the layers.
     """
     sizes, family = learner.sizes, hf.family
-    num_dense, num_expert, largest = 0, 0, [0]
+    num_dense, num_expert, largest, stacks = 0, 0, [0], [0]
+    experts = hf.num_routed_experts // sizes.expert
     for layer, count in family.layers_of(hf, _numbers_of_rank(hf, learner, stage)):
         shared = {name: parameter for name, parameter in layer.items() if "*" not in name}
         of_experts = {name: parameter for name, parameter in layer.items() if "*" in name}
@@ -84,7 +86,8 @@ def rank_parameters(
         expert = _shares(of_experts, hf.sizes, sizes.expert_tensor)
         num_dense += count * sum(dense)
         num_expert += count * sum(expert)
-        largest += dense + expert
+        largest += dense
+        stacks += [experts * number for number in expert]
     ends = []
     if stage == 0:
         ends.append(_EMBEDDING)
@@ -96,8 +99,8 @@ def rank_parameters(
     of_ends = _shares({name: family.ends[name] for name in ends}, hf.sizes, sizes.tensor)
     if is_critic and stage == sizes.pipeline - 1:
         of_ends += [hf.hidden_size, 1]  # the value head
-    experts = hf.num_routed_experts // sizes.expert
-    return RankParameters(num_dense + sum(of_ends), experts * num_expert, max([*largest, *of_ends]))
+    most = max(*largest, *of_ends, *stacks)
+    return RankParameters(num_dense + sum(of_ends), experts * num_expert, most, max(stacks))
 
 
 def adapter_parameters(
@@ -247,7 +250,10 @@ def _one_gradient(trained: RankParameters, settings: LearnerSettings, element: i
     """Return the gradient that is made before it is added to its total; adapters' are not fused."""
     is_fused = settings.learner.megatron.get("gradient_accumulation_fusion", True)
     if is_fused and not settings.lora.is_on:
-        return MemoryPart("one gradient", 0, "added to its total as it is computed")
+        law = "added to its total as it is computed"
+        if trained.largest_experts:
+            law = f"{element} x the experts' largest parameter; others' is {law}"
+        return MemoryPart("one gradient", element * trained.largest_experts, law)
     return MemoryPart(
         "one gradient", element * trained.largest, f"{element} x the largest parameter"
     )

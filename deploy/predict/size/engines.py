@@ -81,16 +81,28 @@ def _size(
 ) -> EngineSize | None:
     """Return an engine with this many ranks, or None if it is not allowed.
 
-    As many of its ranks share an expert as in the settings.
+    As many of its ranks share an expert as in the settings. Without ep_size there all ranks do, or
+    each has experts of its own where their parts are not allowed.
     """
     if ranks % groups or groups > cluster.gpus_per_host:
         return None
     generators = config.generators.generators
     sharing = generators.num_ranks // generators.expert_groups
+    by_experts = [max(1, ranks // sharing)] if generators.expert_groups > 1 else [1]
+    if generators.expert_groups == 1 and hf.num_routed_experts and ranks > 1:
+        by_experts.append(ranks)
+    sizes = (_divided(hf, config, cluster, ranks, groups, number) for number in by_experts)
+    return next((size for size in sizes if size is not None), None)
+
+
+def _divided(
+    hf: HfConfig, config: RunConfig, cluster: Cluster, ranks: int, groups: int, expert_groups: int
+) -> EngineSize | None:
+    generators = config.generators.generators
     size = EngineSize(
         ranks=ranks,
         groups=groups,
-        expert_groups=max(1, ranks // sharing) if generators.expert_groups > 1 else 1,
+        expert_groups=expert_groups,
         nodes=cluster.hosts(ranks),
         memory=(),
         cached_tokens=0,

@@ -44,7 +44,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, total: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, ends)
         ctx.total = total
         return grouped_product(rows, weight.transpose(1, 2), ends)
 
@@ -86,7 +86,10 @@ def weight_gradients(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def has_kernel(dtype: torch.dtype, *sizes: int) -> bool:
-    """Return True if torch multiplies matrices of these sizes in groups, or else one by one."""
+    """Return True if torch takes matrices of these sizes in groups.
+
+    On a GPU before Hopper, and in float32 and float16, it multiplies them one by one itself.
+    """
     return dtype in _KERNEL_DTYPES and not any(size * dtype.itemsize % _ALIGNMENT for size in sizes)
 
 

@@ -128,8 +128,11 @@ def _expert_groups(value: Value, keys: VerlKeys) -> Counterpart:
         return expected("a whole number", value)
     ranks = keys.integer(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
     groups = math.gcd(value, ranks)
-    if groups == 1:
+    if value == 1:
         return nothing("every rank has a share of every expert (generators.sglang.ep_size)")
+    if groups == 1:
+        note = f"{value} over joined engines; one of {ranks} ranks has all experts"
+        return Counterpart({}, "changed", note)
     if groups == value:
         return Counterpart({"generators.sglang.ep_size": value})
     note = f"{value} over joined engines; one of {ranks} ranks has {groups} groups of experts"

@@ -204,6 +204,7 @@ def test_shared_experts_stay_by_themselves(tmp_path: Path):
 def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
     ours = {"NCCL_IB_HCA": "mlx5", "SGLANG_LOGGING": "1", "HF_TOKEN": "h", "PLUGIN": "p", "X": "x"}
     for name, value in ours.items():
         monkeypatch.setenv(name, value)
@@ -214,6 +215,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     assert found["SLIPSTREAM_SEEDS"] == str(int(settings.sampling.seed_per_sibling))
     assert found["SLIPSTREAM_GROUP_TIMEOUT_S"] == str(settings.weightbus.timeout_s)
     assert found["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(start_order.SERVER_KEEPS_S)
+    assert found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] == "0", "experts are where they were loaded"
     assert (found["TMPDIR"], found["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
 
 

@@ -189,7 +189,14 @@ def test_trap_gpus_are_divided():
 
 @pytest.mark.parametrize(
     ("experts", "ranks", "expected", "kind"),
-    [(4, 4, 4, "renamed"), (2, 4, 2, "renamed"), (16, 8, 8, "changed"), (1, 8, None, "renamed")],
+    [
+        (4, 4, 4, "renamed"),
+        (2, 4, 2, "renamed"),
+        (16, 8, 8, "changed"),
+        (8, 1, None, "changed"),
+        (8, 3, None, "changed"),
+        (1, 8, None, "dropped"),
+    ],
 )
 def test_trap_an_engine_has_the_experts_of_its_own_ranks(
     experts: int, ranks: int, expected: int | None, kind: str
@@ -197,8 +204,7 @@ def test_trap_an_engine_has_the_experts_of_its_own_ranks(
     key = f"{ROLLOUT}.expert_parallel_size"
     found = translated(f"{ROLLOUT}.tensor_model_parallel_size={ranks}", f"{key}={experts}")
     assert setting(found, "generators.sglang.ep_size") == expected
-    if expected is not None:
-        assert told(found, key).kind == kind
+    assert told(found, key).kind == kind
 
 
 def test_trap_hosts_are_named():

@@ -23,6 +23,7 @@ from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection
+from tests.support.planned import shape_of
 
 # hidden 8, 4 query heads and 2 key heads of 2 channels, inner 12, 11 tokens, 3 layers
 SMALL = HfConfig(
@@ -228,6 +229,17 @@ def test_a_gradient_is_made_where_it_is_not_added_to_its_total_as_it_is_computed
     adapted = msgspec.structs.replace(settings(), lora=LoraSection(rank=2))
     ((*parts,),) = learner_stages(SMALL, adapted, on_gpu=False)
     assert {part.what: part.num_bytes for part in parts}["one gradient"] == 4 * 2 * 12
+
+
+def test_the_gradient_of_a_rank_s_experts_is_made_before_it_is_added():
+    hf = shape_of("Qwen3-30B-A3B")
+
+    def gradient(**learner: object) -> float:
+        return parts_of(hf, on_gpu=True, **learner)["one gradient"]
+
+    assert gradient(ranks=8, expert_parallel=8) == 2 * 16 * 2 * 768 * 2048
+    parts = {"expert_parallel": 4, "expert_tensor_parallel": 2, "tensor_parallel": 2}
+    assert gradient(ranks=8, **parts) == 2 * 32 * 768 * 2048
 
 
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():

@@ -80,3 +80,12 @@ def test_as_many_ranks_share_an_expert_in_larger_engines():
     whole = [{"tp_size": 2, "ep_size": 2}, {"tp_size": 4, "ep_size": 4}]
     assert sizes(tp_size=2, ep_size=2)[:2] == whole
     assert sizes(tp_size=4, ep_size=2)[:1] == [{"tp_size": 4, "ep_size": 2}]
+
+
+def test_ranks_have_experts_of_their_own_where_parts_of_an_expert_are_not_allowed():
+    hf, wide = shape_of(LARGE), config_of(LARGE)
+    assert engine_size(hf, wide, H100, 8, fewest_gpus=8).sglang == {"tp_size": 8, "attn_dp_size": 2}
+    # 1,536 channels over eight ranks are no whole blocks.
+    narrow = wide.with_settings("weightbus", precision="fp8")
+    by_experts = {"tp_size": 8, "attn_dp_size": 2, "ep_size": 8}
+    assert engine_size(hf, narrow, H100, 8, fewest_gpus=8).sglang == by_experts

@@ -8,6 +8,7 @@ from slipstream.learner.model.experts.grouped_products import (
     grouped_linear,
     grouped_product,
     has_kernel,
+    weight_gradients,
 )
 
 ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)  # the second expert has no row
@@ -88,3 +89,20 @@ def test_numbers_of_rows_are_not_read_by_the_host():
     rows, weight, _ = (tensor.to("meta") for tensor in operands(torch.bfloat16, 16, 24))
     product = grouped_product(rows, weight.transpose(1, 2), ENDS.to("meta"))
     assert product.shape == (12, 24)
+    gradients = weight_gradients(product, rows, ENDS.to("meta"))
+    assert gradients.shape == weight.shape
+
+
+def test_rows_are_kept_for_weights_that_train_alone():
+    rows, weight, _ = operands(torch.bfloat16, 16, 24)
+    rows.requires_grad_()
+    kept: list[torch.Size] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    for trains in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            grouped_linear(rows, weight.detach().requires_grad_(trains), ENDS)
+        assert (rows.shape in kept) == trains
