@@ -227,9 +227,9 @@ class _RingAttention(torch.autograd.Function):
         for hop, keys, values in _blocks(key, value, ring):
             if hop.seen.keys:
                 queries = _taken(query, hop.seen.queries)
-                bounds = each_to_each(queries, keys)
+                bounds = _each_to_each(queries, keys)
                 more = blocks.attend(queries, keys, values, bounds, is_causal=False)
-                join(output, sums, hop.seen.queries, *more)
+                _join(output, sums, hop.seen.queries, *more)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.of = ring, blocks  # type: ignore[attr-defined]  # torch's way
@@ -250,7 +250,7 @@ class _RingAttention(torch.autograd.Function):
             rows = keys.new_empty(0, 2, *keys.shape[1:])
             if hop.seen.keys:
                 part = tuple(_taken(tensor, hop.seen.queries) for tensor in asked)
-                bounds = each_to_each(part[0], keys)
+                bounds = _each_to_each(part[0], keys)
                 queries, *of_keys = blocks.gradients(part, keys, values, bounds, is_causal=False)
                 _add(of_query, hop.seen.queries, queries)
                 rows = torch.stack(of_keys, dim=1)
@@ -294,7 +294,7 @@ def _divided(rows: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
     return torch.split(rows, [end - first for first, end in runs])
 
 
-def join(
+def _join(
     output: Tensor, sums: Tensor, runs: Sequence[Run], more: Tensor, more_sums: Tensor
 ) -> None:
     """Join the outputs [Q, h, d] of a block with those of the blocks before, in place."""
@@ -307,7 +307,7 @@ def join(
         sums[first:end] = joined
 
 
-def each_to_each(queries: Tensor, keys: Tensor) -> AttentionBounds:
+def _each_to_each(queries: Tensor, keys: Tensor) -> AttentionBounds:
     """Return bounds with which all queries see all keys; the host waits for nothing."""
 
     def ends(count: int) -> Tensor:
