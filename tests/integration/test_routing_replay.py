@@ -70,7 +70,6 @@ OF_ENGINES = [
         if one.has_dp_attention
     ),
     ("deepseek_v3", EngineLayout("cpu", 4, 2, 2)),
-    ("qwen3_moe", EngineLayout("cpu", 4, 2, 4)),
 ]
 TRIES = 20  # to pause in the midst of an answer: a slow machine may do it too late
 T = TypeVar("T")
