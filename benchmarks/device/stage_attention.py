@@ -159,7 +159,7 @@ def _compare_blocks(
         return ring_attention(query, key, value, ring, scale)
 
     found = _with_gradients(in_blocks, inputs)
-    right = _with_gradients(_plain([tokens], scale), [one.float() for one in inputs])
+    right = _with_gradients(_plain([tokens], scale), [tensor.float() for tensor in inputs])
     needs = _OFF_BF16 if dtype is torch.bfloat16 else _OFF_F32
     report.at_most(f"blocks {name}", _off(found, right), "relative", needs=needs)
 

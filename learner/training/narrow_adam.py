@@ -57,10 +57,11 @@ class NarrowAdamW(torch.optim.AdamW):
             state["step"] = no_updates(weight, group)
         tensors = [weight, weight.grad, *(state[name] for name in MOMENTS)]
         flat = (torch.split(tensor.view(-1), self.most_at_once) for tensor in tensors)
-        before = state["step"].clone()
-        for parts in zip(*flat, strict=True):
-            state["step"].copy_(before)  # every part is of the same update
-            self._update_part(*parts, step=state["step"], group=group)
+        parts, step = list(zip(*flat, strict=True)), state["step"]
+        before = step.clone() if len(parts) > 1 else step
+        for part in parts:
+            step.copy_(before)  # every part is of the same update
+            self._update_part(*part, step=step, group=group)
 
     def _update_part(
         self,

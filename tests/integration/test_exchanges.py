@@ -55,7 +55,8 @@ class Division(NamedTuple):
     def shares(self, lengths: Sequence[Sequence[int]], rank: int) -> list[int]:
         """Return a context-parallel rank's tokens of each microbatch, and of those that fill up."""
         missing = -len(lengths) % (self.pipeline if self.chunks > 1 else 1)
-        every = [max(sum(one), self.context) for one in (*lengths, *[[]] * missing)]
+        batches = (*lengths, *[[]] * missing)
+        every = [max(sum(sequences), self.context) for sequences in batches]
         return [length // self.context + (rank < length % self.context) for length in every]
 
     def exchanges(self, lengths: Sequence[Sequence[int]], forward: int, whole: int) -> int:
@@ -69,7 +70,7 @@ class Division(NamedTuple):
         rings = max(1, self.context // self.heads)
         return sum(
             (2 + crosses) * forward + (4 + 3 * crosses) * whole
-            for crosses in (rings > 1 and between_two_rings(one) for one in lengths)
+            for crosses in (rings > 1 and between_two_rings(sequences) for sequences in lengths)
         )
 
 

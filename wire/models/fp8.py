@@ -45,10 +45,12 @@ def bytes_per_parameter(hf: HfConfig, *, is_fp8: bool) -> float:
     """Return the mean size of a parameter of a version of a model that trains in bfloat16."""
     if not is_fp8:
         return _WIDE_BYTES
+
+    def copies(name: str) -> int:
+        return hf.num_routed_experts if "*" in name else 1
+
     matrices = sum(
-        count * math.prod(tensor.whole_shape(hf.sizes)) * (hf.num_routed_experts or 1)
-        if "*" in tensor.name
-        else count * math.prod(tensor.whole_shape(hf.sizes))
+        count * copies(tensor.name) * math.prod(tensor.whole_shape(hf.sizes))
         for layer, count in hf.family.layers_of(hf, range(hf.num_hidden_layers))
         for parameter in layer.values()
         for tensor in parameter.tensors
