@@ -26,27 +26,29 @@ the same tokens, layer by layer, and names the first one that differs.
 """
 _TESTED = """
 Every tiny model is random, of three layers, written by transformers, and passes
-`tests/integration/test_families.py`:
+`pytest tests/integration/test_families.py`:
 
 - `slipstream align`: outputs of every attention and MLP, the experts of every token, and
   log-probabilities of the learner (two ranks of tensor parallelism, with expert parallelism where
   there are experts; then two pipeline stages) and of SGLang are those of transformers, in float32,
   to 1e-4. Experts are the same for every token.
 - A layer's outputs and gradients are those of Megatron's own experts, computed one after another,
-  to 1e-6, where there are experts (`tests/integration/test_experts.py`: one rank, expert
+  to 1e-6, where there are experts (`pytest tests/integration/test_experts.py`: one rank, expert
   parallelism, experts divided in parts).
 - The tensors that are exported and published are those that were loaded, bit for bit, under tensor,
   pipeline and expert parallelism of 2 and their product.
 
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
-layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`tests/integration/test_layouts.py`). A
+layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`pytest
+tests/integration/test_layouts.py`). A
 whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
 (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
 attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
 corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). Engines whose two ranks
 have half of the experts each hold every tensor, and choose and compute what the learner does, in
 every family with experts, also with two groups of attention but for `mixtral`
-(`tests/integration/test_routing_replay.py`). None of the published models was run. The config.json
+(`pytest tests/integration/test_routing_replay.py`). None of the published models was run. The
+config.json
 of {published} of them (`tests/support/shelf.py`) are read as
 transformers reads them, with the number of parameters that their pages show.
 
@@ -74,7 +76,7 @@ refused, too (docs/adr/0060).
   does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
   neither.
 - `quantization_config` other than fp8 (e4m3) in blocks. Those weights are dequantized while they
-  are loaded; engines get what is published, so they hold the policy unquantized.
+  are loaded; engines get what is published: unquantized, or as `weightbus.precision` has it.
 - Numbers that no model has: sizes below 1, above 1024 layers or 4096 experts, groups that do not
   divide the experts, an odd number of channels that turn.
 - An output layer of other values beside `tie_word_embeddings` = true, as some merged adapters leave
