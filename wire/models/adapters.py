@@ -112,7 +112,7 @@ def check_targets(family: Family, targets: Collection[str]) -> None:
         for tensor in parameter.tensors:
             if tensor.name.endswith(_WEIGHT) and len(tensor.shape) == 2:
                 can = "*" not in name and parameter.split in {"rows", "columns"}
-                (layers if can and tensor.stacked == 1 else others).add(layer_of(tensor.name))
+                (layers if can and not tensor.below else others).add(layer_of(tensor.name))
     allowed = ", ".join(sorted(layers - others))
     for target in targets:
         if target in others and target in layers:

@@ -10,7 +10,14 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.config_keys import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL
 from slipstream.wire.models.families.registry import FAMILIES
-from slipstream.wire.models.families.tables import Family, Parameter, Sizes
+from slipstream.wire.models.families.tables import (
+    FULL_ATTENTION,
+    Family,
+    LayerKind,
+    Parameter,
+    Sizes,
+    Table,
+)
 from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
@@ -93,6 +100,16 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_parameters: RopeParameters | None = None
     rope_scaling: RopeParameters | None = None
+    # Kinds of layers.
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int = 1  # every so many layers one has full attention
+    sliding_window: int | None = None
+    # Linear attention.
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     # Experts.
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
@@ -175,6 +192,29 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         """True if a layer's MLP are experts."""
         return self.num_routed_experts > 0 and layer >= self.first_k_dense_replace
 
+    def kind_of(self, layer: int) -> str:
+        """Return the kind of a layer's attention, by its name in ``layer_types``."""
+        return _kind_of(self, self.family, layer)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return what layers of a layer's kind have."""
+        return self.family.kinds[self.kind_of(layer)]
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens a token of a layer attends to at most; None without a bound."""
+        return self.sliding_window if self.layer_kind(layer).has_window else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers whose attention has keys and values."""
+        layers = range(self.num_hidden_layers)
+        return tuple(number for number in layers if not self.layer_kind(number).is_linear)
+
+    @property
+    def _attention(self) -> Table:
+        """Parameters of a layer whose attention has keys and values."""
+        return self.family.layer_of(self, (*self.attention_layers, 0)[0])
+
     @property
     def num_sparse_layers(self) -> int:
         """The number of layers with experts."""
@@ -217,12 +257,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_qkv_bias(self) -> bool:
         """True if the query, key and value projections have a bias."""
-        return "self_attention.linear_qkv.bias" in self.family.layer_of(self, 0)
+        return "self_attention.linear_qkv.bias" in self._attention
 
     @property
     def has_qk_norm(self) -> bool:
         """True if queries and keys are normalized per head."""
-        return "self_attention.k_layernorm.weight" in self.family.layer_of(self, 0)
+        return "self_attention.k_layernorm.weight" in self._attention
 
     @property
     def sizes(self) -> Sizes:
@@ -244,6 +284,11 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             "key_rank": self.kv_lora_rank,
             "key_rank_and_rotary": self.kv_lora_rank + self.qk_rope_head_dim,
             "keys_and_values": heads * (self.qk_nope_head_dim + self.v_head_dim),
+            "linear_keys": self.linear_num_key_heads * self.linear_key_head_dim,
+            "linear_values": self.linear_num_value_heads * self.linear_value_head_dim,
+            "linear_heads": self.linear_num_value_heads,
+            "linear_head": self.linear_value_head_dim,
+            "taps": self.linear_conv_kernel_dim,
         }
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -259,12 +304,21 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_attention_parameters(self) -> int:
         """Number of parameters of the attention's projections and the embedding."""
         projections = sum(
-            math.prod(tensor.whole_shape(self.sizes))
-            for name, parameter in self.family.layer_of(self, 0).items()
+            count * math.prod(tensor.whole_shape(self.sizes))
+            for layer, count in self.family.layers_of(self, range(self.num_hidden_layers))
+            for name, parameter in layer.items()
             if name.startswith("self_attention.linear_") and name.endswith(".weight")
             for tensor in parameter.tensors
         )
-        return self.num_hidden_layers * projections + self.vocab_size * self.hidden_size
+        return projections + self.vocab_size * self.hidden_size
+
+
+def _kind_of(config: HfConfig, family: Family, layer: int) -> str:
+    if config.layer_types is not None:
+        return config.layer_types[layer]
+    others = (kind for kind in family.kinds if kind != FULL_ATTENTION)
+    is_full = (layer + 1) % config.full_attention_interval == 0
+    return FULL_ATTENTION if is_full else next(others)
 
 
 _MOST = 2**31 - 1
@@ -293,8 +347,14 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "qk_nope_head_dim": (1, _MOST),
     "qk_rope_head_dim": (2, _MOST),
     "v_head_dim": (1, _MOST),
+    "full_attention_interval": (1, _MOST_LAYERS),
+    "sliding_window": (1, _MOST),
+    "linear_num_key_heads": (1, _MOST),
+    "linear_num_value_heads": (1, _MOST),
+    "linear_key_head_dim": (1, _MOST),
+    "linear_value_head_dim": (1, _MOST),
+    "linear_conv_kernel_dim": (2, 64),
 }
-_WHOLE_ATTENTION = "full_attention"
 
 
 def load_hf_config(
@@ -326,7 +386,8 @@ def load_hf_config(
         raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
     except UNREADABLE as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    trouble = _size_trouble(config, family) or _head_trouble(config, family)
+    trouble = _size_trouble(config, family) or _kind_trouble(config, family)
+    trouble = trouble or _head_trouble(config, family)
     trouble = trouble or _expert_trouble(config, family) or _rope_trouble(config, family)
     if trouble or (trouble := _quantization_trouble(config)):
         raise ConfigError(f"{path}: {trouble} ({setting})")
@@ -338,11 +399,14 @@ def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
     for key, expected in {**FIXED_KEYS, **family.config}.items():
         if (got := found.get(key)) is not None and got != expected:
             return f"{key} must be {expected!r}, got {got!r}"
-    kinds = found.get("layer_types") or [_WHOLE_ATTENTION]
+    kinds = found.get("layer_types") or []
     if not isinstance(kinds, list):
         return f"layer_types must be a list, got {kinds!r}"
-    if others := [kind for kind in kinds if kind != _WHOLE_ATTENTION]:
-        return f"layer_types must all be {_WHOLE_ATTENTION!r}, got {others[0]!r}"
+    if others := [kind for kind in kinds if kind not in family.kinds]:
+        allowed = " or ".join(map(repr, family.kinds))
+        return (
+            f"layer_types of a {family.model_type} model must all be {allowed}, got {others[0]!r}"
+        )
     known = IGNORED_KEYS | KEYS_OF_ALL | FIXED_KEYS.keys() | family.config.keys()
     known |= family.keys | family.renamed.keys() | family.ignored
     for key, value in found.items():
@@ -362,6 +426,26 @@ def _size_trouble(config: HfConfig, family: Family) -> str:
         value = getattr(config, name)
         if name in read and value is not None and not least <= value <= highest:
             return f"{keys.get(name, name)} must be from {least:g} to {highest:.10g}, got {value}"
+    return ""
+
+
+def _kind_trouble(config: HfConfig, family: Family) -> str:
+    """Return why layers cannot be of the kinds that are named."""
+    layers = range(config.num_hidden_layers)
+    if config.layer_types is not None and len(config.layer_types) != len(layers):
+        return (
+            f"layer_types must name num_hidden_layers = {len(layers)} layers, got "
+            f"{len(config.layer_types)}"
+        )
+    kinds = [family.kinds[_kind_of(config, family, layer)] for layer in layers]
+    if any(kind.has_window for kind in kinds) and config.sliding_window is None:
+        return "sliding_window must be set where layer_types has layers with a window"
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if any(kind.is_linear for kind in kinds) and (not keys or values % keys):
+        return (
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {values} and "
+            f"{keys}"
+        )
     return ""
 
 

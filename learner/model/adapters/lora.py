@@ -40,7 +40,7 @@ from slipstream.learner.model.adapters.low_rank import drawn
 from slipstream.learner.model.rank_model import ADAPTER, RankModel
 from slipstream.learner.model.weights.gathering import parameter_of, split_of
 from slipstream.learner.model.weights.hf_weights import geometry_of
-from slipstream.learner.model.weights.shards import Geometry, Shard, fuse_gate_up, fuse_qkv
+from slipstream.learner.model.weights.shards import Geometry, Shard, fuse
 from slipstream.wire.models.adapters import AdapterFacts, check_targets, layer_of, peft_names
 from slipstream.wire.models.families.tables import HfTensor, Parameter
 
@@ -161,10 +161,8 @@ class Adapter(torch.nn.Module):
         if self.place.parameter.kind == "copy":
             return parts[0]
         along = [part.movedim(dim, 0) for part in parts]
-        if self.place.parameter.kind == "qkv":
-            groups = self.place.geometry.num_query_groups // self.place.ranks
-            return fuse_qkv(*along, num_groups=groups).movedim(0, dim)
-        return fuse_gate_up(*along).movedim(0, dim)
+        groups = self.place.geometry.num_groups(self.place.parameter.kind, self.place.ranks)
+        return fuse(*along, num_groups=groups).movedim(0, dim)
 
 
 class LoraAdapters:

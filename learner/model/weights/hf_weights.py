@@ -21,13 +21,7 @@ from slipstream.learner.model.weights.gathering import (
     with_adapter,
 )
 from slipstream.learner.model.weights.hf_tensors import HfTensors
-from slipstream.learner.model.weights.shards import (
-    Geometry,
-    ShardFacts,
-    fuse_gate_up,
-    fuse_qkv,
-    write_shard,
-)
+from slipstream.learner.model.weights.shards import Geometry, ShardFacts, fuse, write_shard
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
@@ -175,30 +169,23 @@ def _read(
     at = dim if dim is not None else 0
     parts = []
     for tensor in mapping.tensors:
-        stacked = tensor.stacked if at == 0 else 1
-        size = tensor.whole_shape(hf.sizes)[at] // stacked
-        share = -(-size // ranks)  # rounded up for the vocabulary, exact for the rest
-        first, last = (min(number * share, size) for number in (rank, rank + 1))
-        parts += [
-            tensors.read(tensor.name, slice(start + first, start + last), at)
-            for start in range(0, stacked * size, size)
-        ]
+        blocks = tensor.blocks(hf.sizes) if at == 0 else (tensor.whole_shape(hf.sizes)[at],)
+        start = 0
+        for size in blocks:
+            share = -(-size // ranks)  # rounded up for the vocabulary, exact for the rest
+            first, last = (min(number * share, size) for number in (rank, rank + 1))
+            parts.append(tensors.read(tensor.name, slice(start + first, start + last), at))
+            start += size
     match mapping.kind:
-        case "qkv":
-            return fuse_qkv(*parts, num_groups=hf.num_query_groups // ranks)
-        case "gate_up":
-            return fuse_gate_up(*parts)
         case "vocab":
             padding = weight.shape[0] - parts[0].shape[0]
             return torch.nn.functional.pad(parts[0], (0, 0, 0, padding))
         case "copy":
             return parts[0]
+        case kind:
+            return fuse(*parts, num_groups=geometry_of(hf).num_groups(kind, ranks))
 
 
 def geometry_of(hf: HfConfig) -> Geometry:
     """Return the sizes that do not follow from a fused parameter."""
-    return Geometry(
-        num_query_groups=hf.num_query_groups,
-        queries_per_group=hf.num_attention_heads // hf.num_query_groups,
-        head_dim=hf.kv_channels,
-    )
+    return Geometry(hf.num_query_groups, hf.linear_num_key_heads or 1, hf.sizes)

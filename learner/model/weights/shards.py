@@ -3,20 +3,19 @@
 A rank that publishes copies each of its parameters once, directly to its place in the Hugging Face
 tensors: nothing is gathered, and nothing has a second copy.
 
-Shapes: H query heads, G key and value heads (query groups), D channels per head, F size of the
-feed-forward layer, E size of the hidden state. Functions take the whole model's sizes or one
-tensor-parallel rank's share of them, since ranks hold whole query groups.
+Functions take the whole model's sizes or one tensor-parallel rank's share of them, since ranks hold
+whole groups of heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from slipstream.wire.models.families.tables import Parameter
+from slipstream.wire.models.families.tables import FusionKind, HfTensor, Parameter, Sizes
 from slipstream.wire.models.fp8 import BLOCK, LARGEST
 
 _ROWS = 32 * BLOCK  # rows that are quantized at a time: several float32 copies of them
@@ -28,8 +27,13 @@ class Geometry:
     """Sizes of the whole model that do not follow from a fused parameter."""
 
     num_query_groups: int  # G
-    queries_per_group: int  # H / G
-    head_dim: int  # D
+    num_linear_groups: int = 1  # heads of keys of linear attention
+    sizes: Sizes = field(default_factory=dict)
+
+    def num_groups(self, kind: FusionKind, ranks: int = 1) -> int:
+        """Return by how many heads the rows of a parameter of a rank are fused."""
+        of_all = {"qkv": self.num_query_groups, "delta": self.num_linear_groups}
+        return of_all.get(kind, ranks) // ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +64,22 @@ class ShardFacts(msgspec.Struct, frozen=True):
         return Shard(parameter, tensor, self.dim, self.rank, self.ranks)
 
 
-def fuse_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> Tensor:
-    """Return the fused projection: for each group its H/G query heads, its key, its value.
+def fuse(*parts: Tensor, num_groups: int = 1) -> Tensor:
+    """Return matrices fused by the groups of their rows.
+
+    For each of n groups come its rows of every part: a head of keys with its queries and values,
+    for example, or with one group simply all parts, one after the other.
 
     Args:
-        query: [H * D, ...].
-        key: [G * D, ...].
-        value: [G * D, ...].
-        num_groups: G.
+        parts: [n * R_i, ...] each.
+        num_groups: n.
 
     Returns:
-        [(H + 2G) * D, ...].
+        [n * sum of R_i, ...].
     """
-    rest = query.shape[1:]
-    by_group = [part.reshape(num_groups, -1, *rest) for part in (query, key, value)]
+    rest = parts[0].shape[1:]
+    by_group = [part.reshape(num_groups, -1, *rest) for part in parts]
     return torch.cat(by_group, dim=1).reshape(-1, *rest)
-
-
-def fuse_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the fused projection [2F, E] of gate [F, E] and up [F, E]."""
-    return torch.cat([gate, up])
 
 
 def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> None:
@@ -87,7 +87,8 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
 
     ``wholes`` are the tensors that ``shard.parameter`` names, in its order.
     """
-    for place, part in zip(places_of(shard, wholes), _parts_of(shard, geometry), strict=True):
+    places = places_of(shard, wholes, geometry)
+    for place, part in zip(places, _parts_of(shard, places, geometry), strict=True):
         if shard.parameter.kind == "vocab":  # rows are padded at the end; maybe all of them
             place.copy_(part[: len(place)])
         else:
@@ -101,14 +102,16 @@ def write_in_fp8(
 
     Every rank's part must have whole blocks (wire/models/fp8.py).
     """
-    places = zip(places_of(shard, wholes), places_of(shard, scales), strict=True)
-    for (place, scale), part in zip(places, _parts_of(shard, geometry), strict=True):
+    places = places_of(shard, wholes, geometry)
+    of_scales = places_of(shard, scales, geometry)
+    parts = _parts_of(shard, places, geometry)
+    for place, scale, part in zip(places, of_scales, parts, strict=True):
         numbers, of_blocks = in_fp8(part.reshape(place.shape))
         _copy(place, numbers)
         _copy(scale, of_blocks)
 
 
-def places_of(shard: Shard, wholes: Sequence[Tensor]) -> list[Tensor]:
+def places_of(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> list[Tensor]:
     """Return the places of a shard's parts in the whole tensors, or in those of their scales."""
     match shard.parameter.kind:
         case "copy":
@@ -116,25 +119,28 @@ def places_of(shard: Shard, wholes: Sequence[Tensor]) -> list[Tensor]:
         case "vocab":
             rows = len(shard.tensor)
             return [wholes[0][shard.rank * rows :][:rows]]
-        case "gate_up":
-            halves = [part for whole in wholes for part in whole.chunk(2 // len(wholes))]
-            return [_part(half, shard, 0) for half in halves]
-        case "qkv":
-            return [_part(whole, shard, 0) for whole in wholes]
+        case _:
+            pairs = zip(shard.parameter.tensors, wholes, strict=True)
+            blocks = (block for pair in pairs for block in _blocks(*pair, geometry))
+            return [_part(block, shard, 0) for block in blocks]
 
 
-def _parts_of(shard: Shard, geometry: Geometry) -> Sequence[Tensor]:
+def _blocks(tensor: HfTensor, whole: Tensor, geometry: Geometry) -> Sequence[Tensor]:
+    """Return the matrices that a tensor, or that of its scales, has one below the other."""
+    if not tensor.below:
+        return [whole]
+    rows = tensor.blocks(geometry.sizes)
+    return torch.split(whole, [len(whole) * count // sum(rows) for count in rows])
+
+
+def _parts_of(shard: Shard, places: Sequence[Tensor], geometry: Geometry) -> Sequence[Tensor]:
     """Return the parts of a shard, one for each place."""
     tensor = shard.tensor.detach()
-    match shard.parameter.kind:
-        case "gate_up":
-            return tensor.chunk(2)
-        case "qkv":
-            groups = geometry.num_query_groups // shard.ranks
-            sizes = [geometry.queries_per_group * geometry.head_dim, *[geometry.head_dim] * 2]
-            return torch.split(tensor.view(groups, sum(sizes), *tensor.shape[1:]), sizes, dim=1)
-        case _:
-            return [tensor]
+    if shard.parameter.kind in {"copy", "vocab"}:
+        return [tensor]
+    groups = geometry.num_groups(shard.parameter.kind, shard.ranks if shard.dim is not None else 1)
+    sizes = [len(place) // groups for place in places]
+    return torch.split(tensor.view(groups, sum(sizes), *tensor.shape[1:]), sizes, dim=1)
 
 
 def in_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ GLM4 = Family(
                     "mlp.gate_up_proj.weight",
                     ("inner", "hidden"),
                     row_multiple=INNER_MULTIPLE,
-                    stacked=2,
+                    below=("inner",),
                 ),
             ),
             "mlp.gate_up_proj.weight",

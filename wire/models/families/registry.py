@@ -97,7 +97,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     parameter.split,
                     tensor.name == EMBEDDING or tensor.name.startswith("self_attn."),
                     of_expert,
-                    tensor.stacked,
+                    1 + len(tensor.below),
                     partners,
                     tensor.dtype,
                 ),

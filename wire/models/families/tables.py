@@ -6,8 +6,11 @@ reads), ``inner`` (of the MLP), ``experts`` (number of routed experts), ``expert
 ``shared_inner`` (of the experts that every token passes), ``hidden``, ``vocabulary``, ``one``. Of
 latent attention (MLA, DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) ``query_rank`` and
 ``key_rank`` are its compressed queries and keys, ``key_rank_and_rotary`` those with the channels
-that turn, ``keys_and_values`` what keys and values are expanded to. In names ``*`` is the number of
-an expert.
+that turn, ``keys_and_values`` what keys and values are expanded to. Of linear attention (gated
+delta networks, Yang et al. 2024, arXiv:2412.06464) ``linear_keys`` and ``linear_values`` are the
+channels of all its heads, ``linear_heads`` the number of heads of values, ``linear_head`` the
+channels of one, ``taps`` the tokens that its convolution sees. In names ``*`` is the number of an
+expert.
 """
 
 import math
@@ -19,7 +22,8 @@ from typing import Literal, Protocol
 
 # SGLang never ties the output layer of these families: without a tensor it would stay unset.
 UNTIED: Mapping[str, object] = {"tie_word_embeddings": False}
-FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
+FusionKind = Literal["copy", "qkv", "delta", "gate_up", "vocab"]
+FULL_ATTENTION = "full_attention"
 Size = Literal[
     "queries",
     "keys",
@@ -36,6 +40,11 @@ Size = Literal[
     "key_rank",
     "key_rank_and_rotary",
     "keys_and_values",
+    "linear_keys",
+    "linear_values",
+    "linear_heads",
+    "linear_head",
+    "taps",
 ]
 Sizes = Mapping[Size, int]
 # Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
@@ -66,6 +75,9 @@ class Architecture(Protocol):
     def is_sparse(self, layer: int) -> bool:
         """True if a layer's MLP are experts."""
 
+    def kind_of(self, layer: int) -> str:
+        """Kind of a layer's attention, by its name in config.json's ``layer_types``."""
+
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
@@ -75,21 +87,26 @@ class HfTensor:
     shape: tuple[Size, ...]
     row_multiple: int = 1  # rows are padded to a multiple of it
     column_multiple: int = 1
-    stacked: int = 1  # matrices of this shape one below the other, each split and padded by itself
+    # Rows of further matrices below the first one's, each split and padded by itself.
+    below: tuple[Size, ...] = ()
     dtype: Literal["model", "float32"] = "model"  # dtype in which it is kept and published
 
     def whole_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return its shape in a model of these sizes."""
-        rows, *rest = (sizes[size] for size in self.shape)
-        return (self.stacked * rows, *rest)
+        return (sum(self.blocks(sizes)), *(sizes[size] for size in self.shape[1:]))
+
+    def blocks(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the rows of its matrices, from the first to the last."""
+        return tuple(sizes[size] for size in (self.shape[0], *self.below))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of Megatron-Core's GPT model and the Hugging Face tensors that it holds.
 
-    ``copy`` is one tensor as it is; ``vocab`` is one tensor whose rows were padded; ``qkv`` and
-    ``gate_up`` are several tensors (or one of several, stacked) fused along the first dimension.
+    ``copy`` is one tensor as it is; ``vocab`` is one tensor whose rows were padded; the others are
+    several tensors (or one of several matrices) fused along the first dimension: ``gate_up`` one
+    after the other, ``qkv`` and ``delta`` by the heads of keys, each with its rows of every matrix.
     SGLang keeps fused tensors one after the other, under the name ``engine_name``.
     """
 
@@ -113,7 +130,7 @@ class Parameter:
         match self.kind:
             case "vocab":
                 return "vocabulary"
-            case "qkv" | "gate_up":
+            case "qkv" | "delta" | "gate_up":
                 return "rows"
             case _:
                 is_whole = len(self.tensors[0].shape) == 1 or "experts" in self.tensors[0].shape
@@ -146,6 +163,15 @@ class OptionalTable:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What layers of a kind have, by the kind's name in config.json's ``layer_types``."""
+
+    layer: Table = field(default_factory=dict)  # parameters beside those of every layer
+    has_window: bool = False  # a token attends to the last ``sliding_window`` tokens alone
+    is_linear: bool = False  # gated delta network in the place of attention
+
+
+@dataclass(frozen=True, slots=True)
 class RouterTraits:
     """How the family chooses a token's experts and weighs them."""
 
@@ -166,6 +192,7 @@ class Family:
     layer: Table  # parameters of every layer, by Megatron's name within it
     mlp: Table  # parameters of a layer without experts
     sparse: Table = field(default_factory=dict)  # parameters of a layer with experts
+    kinds: Mapping[str, LayerKind] = field(default_factory=lambda: {FULL_ATTENTION: LayerKind()})
     options: tuple[OptionalTable, ...] = ()
     ends: Table  # before and after the layers, by Megatron's name
     keys: frozenset[str] = frozenset()  # further keys of config.json that it reads
@@ -190,15 +217,16 @@ class Family:
         for option in self.options:
             if option.holds(architecture):
                 table |= option.layer
+        table |= self.kinds[architecture.kind_of(number)].layer
         return table | dict(self.sparse if architecture.is_sparse(number) else self.mlp)
 
     def layers_of(
         self, architecture: Architecture, numbers: Iterable[int]
     ) -> Iterator[tuple[dict[str, Parameter], int]]:
         """Yield the parameters of each kind of layer among these, and how many there are of it."""
-        alike: defaultdict[bool, list[int]] = defaultdict(list)
+        alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
         for number in numbers:
-            alike[architecture.is_sparse(number)].append(number)
+            alike[architecture.kind_of(number), architecture.is_sparse(number)].append(number)
         for same in alike.values():
             yield self.layer_of(architecture, same[0]), len(same)
 
@@ -206,6 +234,7 @@ class Family:
         """Yield all its tables: what any of its models may hold."""
         yield from (self.ends, self.layer, self.mlp, self.sparse)
         yield from (option.layer for option in self.options)
+        yield from (kind.layer for kind in self.kinds.values())
 
     def parameter(self, megatron_name: str, *, tied_embeddings: bool) -> Parameter:
         """Return the contents of the named parameter of Megatron's model.

@@ -9,8 +9,7 @@ from torch import Tensor
 from slipstream.learner.model.weights.shards import (
     Geometry,
     Shard,
-    fuse_gate_up,
-    fuse_qkv,
+    fuse,
     in_fp8,
     is_finite,
     write_in_fp8,
@@ -38,12 +37,12 @@ def written(name: str, shards: list[Tensor], dim: int | None, like: list[Tensor]
 def test_fused_projection_interleaves_query_key_and_value_by_group():
     # 4 query heads in 2 groups, 1 channel per head
     query, key, value = torch.arange(4), torch.tensor([10, 11]), torch.tensor([20, 21])
-    fused = fuse_qkv(query, key, value, num_groups=2)
+    fused = fuse(query, key, value, num_groups=2)
     assert fused.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 def test_gate_comes_before_up():
-    fused = fuse_gate_up(torch.zeros(2, 3), torch.ones(2, 3))
+    fused = fuse(torch.zeros(2, 3), torch.ones(2, 3))
     assert fused[:, 0].tolist() == [0, 0, 1, 1]
 
 
@@ -61,14 +60,14 @@ def test_fused_projections_come_apart_wherever_the_ranks_split_them(
     rest = () if bias else (HIDDEN,)
     query = weights(groups * queries * head_dim, *rest)
     key, value = (weights(groups * head_dim, *rest) for _ in "kv")
-    fused = fuse_qkv(query, key, value, num_groups=groups)
+    fused = fuse(query, key, value, num_groups=groups)
     kind = "bias" if bias else "weight"
     found = written(
         f"decoder.layers.3.self_attention.linear_qkv.{kind}",
         list(fused.chunk(ranks)),
         0 if ranks > 1 else None,
         [query, key, value],
-        Geometry(groups, queries, head_dim),
+        Geometry(groups),
     )
     for got, expected in zip(found, (query, key, value), strict=True):
         assert torch.equal(got, expected)
@@ -77,15 +76,13 @@ def test_fused_projections_come_apart_wherever_the_ranks_split_them(
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gate_and_up_come_apart(ranks: int):
     gate, up = weights(8, HIDDEN), weights(8, HIDDEN)
-    shards = [
-        fuse_gate_up(*parts) for parts in zip(gate.chunk(ranks), up.chunk(ranks), strict=True)
-    ]
+    shards = [fuse(*parts) for parts in zip(gate.chunk(ranks), up.chunk(ranks), strict=True)]
     found = written(
         "decoder.layers.0.mlp.linear_fc1.weight",
         shards,
         0 if ranks > 1 else None,
         [gate, up],
-        Geometry(1, 1, 1),
+        Geometry(1),
     )
     assert torch.equal(found[0], gate)
     assert torch.equal(found[1], up)
@@ -100,7 +97,7 @@ def test_a_plain_tensor_is_put_together_along_either_dimension(dim: int, ranks: 
         list(whole.chunk(ranks, dim)),
         dim if ranks > 1 else None,
         [whole],
-        Geometry(1, 1, 1),
+        Geometry(1),
     )
     assert torch.equal(found[0], whole)
 
@@ -114,7 +111,7 @@ def test_the_padding_of_the_vocabulary_is_left_out_even_if_a_rank_holds_nothing_
             list(padded.chunk(ranks)),
             0 if ranks > 1 else None,
             [whole],
-            Geometry(1, 1, 1),
+            Geometry(1),
         )
         assert torch.equal(found[0], whole)
 
@@ -172,7 +169,7 @@ def test_matrices_of_many_rows_are_quantized_in_parts_as_a_whole():
 @pytest.mark.parametrize("family", ["qwen3", "glm4"])  # gate and up are one matrix in the second
 def test_ranks_write_in_fp8_what_one_rank_writes(family: str, name: str, ranks: int):
     parameter = FAMILIES[family].parameter(f"decoder.layers.1.{name}.weight", tied_embeddings=True)
-    geometry, rows, columns, dim = Geometry(4, 2, 128), (512, 512), 256, 0
+    geometry, rows, columns, dim = Geometry(4, sizes={"inner": 512}), (512, 512), 256, 0
     if "qkv" in name:
         rows = (1024, 512, 512)
     elif "fc2" in name:
@@ -181,9 +178,9 @@ def test_ranks_write_in_fp8_what_one_rank_writes(family: str, name: str, ranks: 
     fused = parts[0] if dim else torch.cat(parts)
     shards = list(fused.chunk(ranks, dim=dim))
     if "qkv" in name:
-        shards = list(fuse_qkv(*parts, num_groups=4).chunk(ranks))
+        shards = list(fuse(*parts, num_groups=4).chunk(ranks))
     elif not dim:
-        shards = [fuse_gate_up(*both) for both in zip(*(p.chunk(ranks) for p in parts))]  # noqa: B905
+        shards = [fuse(*both) for both in zip(*(p.chunk(ranks) for p in parts))]  # noqa: B905
     if len(parameter.names) < len(parts):
         parts = [torch.cat(parts)]
     wholes = [torch.zeros(p.shape, dtype=torch.float8_e4m3fn) for p in parts]

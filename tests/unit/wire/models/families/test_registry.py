@@ -14,7 +14,14 @@ from slipstream.wire.models.families.registry import (
     engine_tensor,
     engine_tensors,
 )
-from slipstream.wire.models.families.tables import Family, FusionKind, HfTensor, Parameter, Size
+from slipstream.wire.models.families.tables import (
+    FULL_ATTENTION,
+    Family,
+    FusionKind,
+    HfTensor,
+    Parameter,
+    Size,
+)
 from slipstream.wire.models.hf_config import load_hf_config
 
 QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
@@ -141,6 +148,9 @@ class Toy(NamedTuple):
 
     def is_sparse(self, layer: int) -> bool:
         return layer < 0
+
+    def kind_of(self, layer: int) -> str:
+        return FULL_ATTENTION if layer >= 0 else ""
 
 
 def test_a_new_familys_folder_is_read_and_checked_by_its_table_alone(tmp_path: Path):
