@@ -21,6 +21,7 @@ from typing_extensions import override
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
 from slipstream.learner.model.experts.expert_choices import ExpertChoices
+from slipstream.learner.model.linear_attention.delta_rule import Chunks
 from slipstream.learner.model.ring_attention import Ring, ring_attention
 from slipstream.learner.model.rotary import Rotation
 from slipstream.learner.model.shared_prompts import SharedPrompts
@@ -71,6 +72,19 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
     def groups(self) -> LengthGroups:
         """Sequences grouped by length, computed by the first layer that needs them."""
         return group_by_length(self.cu_seqlens_kv)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the sequences, for linear attention."""
+        return Chunks.of(self.lengths, self.cu_seqlens_kv.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Place of each token in its own sequence, [T'] int64."""
+        bounds: Tensor = self.cu_seqlens_kv.long()
+        count = sum(self.lengths)
+        starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=count)
+        return torch.arange(count, device=bounds.device) - starts
 
     @cached_property
     def ring(self) -> Ring:

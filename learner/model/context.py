@@ -142,7 +142,7 @@ class TokenSplit:
             every = every[..., order.argsort()]
         return every[..., : self.count]
 
-    def exchanged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def exchanged(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """Exchange heads for tokens in this rank's ring, all in one message to each rank.
 
         Queries, keys and values are then those of the ring's tokens, in the order of its runs:
@@ -150,8 +150,8 @@ class TokenSplit:
         be parts of one tensor.
         """
         if self.shares.parts == 1:
-            return query, key, value
-        return _Exchange.apply(self, query, key, value)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves apply untyped
+            return heads
+        return _Exchange.apply(self, *heads)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves apply untyped
 
     def returned(self, outputs: Tensor) -> Tensor:
         """Send attention's outputs back to the tokens' ranks: [T'/r, h/u, v] -> [T'/c, h, v]."""
@@ -197,47 +197,44 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        split: TokenSplit,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: torch.autograd.function.FunctionCtx, split: TokenSplit, *heads: Tensor
+    ) -> tuple[Tensor, ...]:
         parts = split.shares.parts
-        copies = max(parts // key.size(1), 1)
-        if copies > 1:
-            key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))
+        copies = [max(parts // t.size(1), 1) for t in heads]
         by_part = [
-            t.reshape(len(t), parts, -1, t.size(-1)).transpose(0, 1) for t in (query, key, value)
+            (t.repeat_interleave(n, dim=1) if n > 1 else t)
+            .reshape(len(t), parts, -1, t.size(-1))
+            .transpose(0, 1)
+            for t, n in zip(heads, copies, strict=True)
         ]
         kinds = [tuple(t.shape[2:]) for t in by_part]  # heads of a part, channels
         widths = [prod(kind) for kind in kinds]
         ctx.of = split, copies, kinds, widths  # type: ignore[attr-defined]  # torch's way
         every = torch.cat([t.flatten(2) for t in by_part], dim=-1)  # [u, T'/c, all widths]
         received = _all_to_all(every.flatten(0, 1), *split.exchange_sizes, split.group)
-        q, k, v = (
+        return tuple(
             t.view(len(t), *kind)
             for t, kind in zip(torch.split(received, widths, 1), kinds, strict=True)
         )
-        return q, k, v
 
     @staticmethod
     @override
     def backward(
         ctx: torch.autograd.function.BackwardCFunction, *grads: Tensor
-    ) -> tuple[None, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         split, copies, kinds, widths = ctx.of  # type: ignore[attr-defined]
         to_ranks, from_ranks = split.exchange_sizes
         sent = torch.cat([grad.flatten(1) for grad in grads], dim=1)
         received = _all_to_all(sent, from_ranks, to_ranks, split.group)
         by_part = received.view(split.shares.parts, -1, sum(widths))
-        q, k, v = (
+        given = (
             t.reshape(*t.shape[:2], *kind).transpose(0, 1).flatten(1, 2)
             for t, kind in zip(torch.split(by_part, widths, -1), kinds, strict=True)
         )
-        if copies > 1:
-            k, v = (t.view(len(t), -1, copies, t.size(-1)).sum(2) for t in (k, v))
-        return None, q, k, v
+        return None, *(
+            t if n == 1 else t.view(len(t), -1, n, t.size(-1)).sum(2)
+            for t, n in zip(given, copies, strict=True)
+        )
 
 
 def _joined(several: list[Tensor]) -> Tensor:

@@ -146,6 +146,11 @@ def refuse_undivided(hf: HfConfig, sizes: ParallelSizes, setting: str = POLICY) 
         ("num_attention_heads", hf.num_attention_heads, "tensor_parallel", sizes.tensor),
         ("num_key_value_heads", hf.num_query_groups, "tensor_parallel", sizes.tensor),
     ]
+    if hf.linear_num_key_heads:
+        heads = ("linear_num_key_heads", hf.linear_num_key_heads)
+        divided.append((*heads, "tensor_parallel", sizes.tensor))
+        of_rank = ("the linear_num_key_heads of a rank", hf.linear_num_key_heads // sizes.tensor)
+        divided.append((*of_rank, "context_parallel", sizes.context))
     if hf.num_routed_experts:
         width, parts = hf.expert_inner, sizes.expert_tensor
         divided.append(("num_experts", hf.num_routed_experts, "expert_parallel", sizes.expert))

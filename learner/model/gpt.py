@@ -330,6 +330,7 @@ def transformer_config(
         "add_bias_linear": False,
         "add_qkv_bias": hf.has_qkv_bias,
         "qk_layernorm": hf.has_qk_norm or hf.family.is_latent,
+        "attention_output_gate": hf.family.gates_attention,
         **hf.family.megatron,
         **_expert_config(hf),
         **latent_config(hf),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -22,8 +23,10 @@ from typing_extensions import override
 from slipstream.learner.model.attention import VarlenCoreAttention
 from slipstream.learner.model.experts.grouped_experts import GroupedExperts
 from slipstream.learner.model.experts.router import PolicyRouter
+from slipstream.learner.model.gated_attention import GatedAttention
 from slipstream.learner.model.kernels.swiglu import swiglu
 from slipstream.learner.model.latent_attention import LatentAttention
+from slipstream.learner.model.linear_attention.delta_network import DeltaNetwork
 from slipstream.wire.models.hf_config import HfConfig
 
 _Output = tuple[Tensor, Tensor | None]  # output of attention or an MLP, and its bias
@@ -41,6 +44,16 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark
+
+
+class CentredRMSNorm(TorchRMSNorm):
+    """Root-mean-square norm that multiplies by 1 + weight, in float32."""
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalized tensor, in its own type."""
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(hidden.float(), self.normalized_shape, weight, self.eps).to(hidden.dtype)
 
 
 class NormedResidual(torch.nn.Module):
@@ -89,14 +102,23 @@ def layer_specs(
     """Return the layers of a chunk, with and without experts."""
     first: int = get_transformer_layer_offset(config, vp_stage=stage)
     count: int = get_num_layers_to_build(config, vp_stage=stage)
-    kinds = {is_sparse: _layer_spec(hf, config, is_sparse=is_sparse) for is_sparse in (False, True)}
-    specs = [kinds[hf.is_sparse(number)] for number in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm)
+    kinds: dict[tuple[str, bool], ModuleSpec] = {}
+    specs = []
+    for number in range(first, first + count):
+        kind = hf.kind_of(number), hf.is_sparse(number)
+        if kind not in kinds:
+            kinds[kind] = _layer_spec(hf, config, number)
+        specs.append(kinds[kind])
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm_of(hf))
 
 
-def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec | None:
-    if is_sparse and not hf.num_routed_experts:
-        return None
+def _norm_of(hf: HfConfig) -> type[TorchRMSNorm]:
+    return CentredRMSNorm if hf.family.centres_norms else TorchRMSNorm
+
+
+def _layer_spec(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
+    """Return a layer like the one of this number."""
+    is_sparse, norm = hf.is_sparse(number), _norm_of(hf)
     wanted = {
         "num_experts": config.num_moe_experts if is_sparse else None,
         "moe_grouped_gemm": False,
@@ -109,14 +131,18 @@ def _layer_spec(hf: HfConfig, config: TransformerConfig, *, is_sparse: bool) -> 
         get_gpt_layer_local_spec(**{name: wanted[name] for name in wanted if name in accepted})
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchRMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = VarlenCoreAttention
-    if hf.family.is_latent:
+    if hf.layer_kind(number).is_linear:
+        layer.self_attention = ModuleSpec(module=DeltaNetwork, params={"hf": hf})
+    elif hf.family.is_latent:
         layer.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = TorchRMSNorm
+        attention.q_layernorm = attention.kv_layernorm = norm
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if hf.family.gates_attention and not hf.layer_kind(number).is_linear:
+        layer.self_attention.module = GatedAttention
     if is_sparse:
         # A specification, or since megatron-core 0.19 a function with it.
         mlp = (

@@ -41,7 +41,7 @@ def main(folder: Path, name: str, *changes: str) -> None:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if key.endswith("norm.weight") or "layernorm" in key:
-                tensor.copy_(1.0 + 0.2 * noise)
+                tensor.add_(0.2 * noise)  # to 1, or to 0 if the norm adds 1
             elif key.endswith("gate.weight"):
                 tensor.copy_(noise)  # so that experts are far from equal
             else:

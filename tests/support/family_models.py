@@ -33,6 +33,21 @@ _YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+_HYBRID = {
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 # What differs from SHAPE, by name: a family, with what of it.
 MODELS: dict[str, dict[str, object]] = {
     "llama": {
@@ -57,6 +72,9 @@ MODELS: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "qwen3_next": {**_HYBRID, **_SHARED, "model_type": "qwen3_next", "norm_topk_prob": True},
+    "qwen3_5": {**_HYBRID, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
+    "qwen3_5_moe": {**_HYBRID, **_SHARED, "model_type": "qwen3_5_moe_text"},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {
         **_LATENT,

@@ -11,7 +11,7 @@ the manifest: its own sha256 would be several times slower than the wire
 import hashlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -152,7 +152,7 @@ def _pieces(
             yield (
                 checksum_name(engine_name, rank),
                 (
-                    (name, _share(place, tensors[name], *of.share_of(place, rank)))
+                    (name, _share(place, name, tensors, *of.share_of(place, rank)))
                     for place, name in of.held_by(rank, places)
                 ),
             )
@@ -179,11 +179,18 @@ def _tiles() -> Tiles:
     return HostTiles()
 
 
-def _share(place: EngineTensor, whole: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:
+def _share(
+    place: EngineTensor, name: str, tensors: Mapping[str, Bits], rank: int, num_ranks: int
+) -> Iterator[Bits]:
     """Yield a rank's share of a tensor, in parts; only padded rows are copied."""
-    rows = max(1, -(-len(whole) // place.stacked))
-    for start in range(0, len(whole), rows):
-        yield from _share_of_one(place, whole[start : start + rows], rank, num_ranks)
+    whole = tensors[name]
+    count, last = place.stacked, len(whole) // place.stacked
+    if place.last_like:
+        last = tensors[place.last_like].shape[1]
+    others = (len(whole) - last) // (count - 1) if count > 1 else 0
+    ends = (*(others * number for number in range(1, count)), len(whole))
+    for start, end in pairwise((0, *ends)):
+        yield from _share_of_one(place, whole[start:end], rank, num_ranks)
 
 
 def _share_of_one(place: EngineTensor, tensor: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:

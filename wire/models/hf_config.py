@@ -32,7 +32,16 @@ ROPE_RULES: Mapping[str, frozenset[str]] = {
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
     | {"attention_factor", "attn_factor", "extrapolation_factor"},
 }
-_OF_EVERY_RULE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+_OF_EVERY_RULE = frozenset(
+    {
+        "rope_theta",
+        "rope_type",
+        "type",
+        "partial_rotary_factor",
+        "mrope_section",
+        "mrope_interleaved",
+    }
+)
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +63,8 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     mscale: float | None = None  # used by latent attention
     mscale_all_dim: float | None = None
     partial_rotary_factor: float | None = None
+    mrope_section: tuple[int, ...] | None = None  # channels by axis of a picture; a text has one
+    mrope_interleaved: bool = False
 
     def yarn_scale(self, share: float = 1.0) -> float:
         """Return YaRN's factor on queries and keys: 0.1 share ln(factor) + 1."""
@@ -270,6 +281,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         heads = self.num_attention_heads
         return {
             "queries": heads * self.kv_channels,
+            "queries_and_gates": 2 * heads * self.kv_channels,
             "keys": self.num_query_groups * self.kv_channels,
             "head": self.kv_channels,
             "outputs": heads * self.value_channels,
@@ -286,7 +298,13 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             "keys_and_values": heads * (self.qk_nope_head_dim + self.v_head_dim),
             "linear_keys": self.linear_num_key_heads * self.linear_key_head_dim,
             "linear_values": self.linear_num_value_heads * self.linear_value_head_dim,
+            "linear_projections": 2
+            * (
+                self.linear_num_key_heads * self.linear_key_head_dim
+                + self.linear_num_value_heads * self.linear_value_head_dim
+            ),
             "linear_heads": self.linear_num_value_heads,
+            "linear_gates": 2 * self.linear_num_value_heads,
             "linear_head": self.linear_value_head_dim,
             "taps": self.linear_conv_kernel_dim,
         }
@@ -597,6 +615,8 @@ def _rule_trouble(config: HfConfig, family: Family) -> str:
             f"partial_rotary_factor = {rope.partial_rotary_factor} of rope_parameters is not known "
             f"of a {family.model_type} model, whose heads turn as a whole"
         )
+    if "mrope_section" not in family.keys and (rope.mrope_section or rope.mrope_interleaved):
+        return f"mrope_section is not known of a {family.model_type} model, which reads texts alone"
     return ""
 
 

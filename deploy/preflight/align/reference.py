@@ -37,7 +37,8 @@ def main(model_folder: str, folder: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
     for number, layer in enumerate(model.model.layers):
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-        parts = [("attention", layer.self_attn), ("mlp", mlp)]
+        attention = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+        parts = [("attention", attention), ("mlp", mlp)]
         if isinstance(getattr(mlp, "experts", None), torch.nn.Module):
             parts.append(("experts", mlp.gate))
         for part, module in parts:

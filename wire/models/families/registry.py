@@ -15,7 +15,9 @@ from slipstream.wire.models.families.mixtral import MIXTRAL
 from slipstream.wire.models.families.qwen2 import QWEN2
 from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE
 from slipstream.wire.models.families.qwen3 import QWEN3
+from slipstream.wire.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from slipstream.wire.models.families.qwen3_moe import QWEN3_MOE
+from slipstream.wire.models.families.qwen3_next import QWEN3_NEXT
 from slipstream.wire.models.families.tables import EMBEDDING, Family, Split, without_expert
 
 FAMILIES: dict[str, Family] = {
@@ -26,6 +28,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         MIXTRAL,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
@@ -52,6 +57,8 @@ class EngineTensor:
     stacked: int = 1  # matrices in it, each split by itself
     partners: tuple[str, ...] = ()  # fused only if all of them are there
     dtype: Literal["model", "float32"] = "model"  # dtype in which it is published and kept
+    # Tensor with as many columns as the last of its matrices has rows; else all have as many.
+    last_like: str = ""
 
     def alone(self, name: str) -> "EngineTensor":
         """Return the place of a tensor of this name that is not fused."""
@@ -82,7 +89,12 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
     for parameter in (parameter for table in family.tables() for parameter in table.values()):
         for position, tensor in enumerate(parameter.tensors):
             of_expert = len(parameter.tensors) if "*" in tensor.name else 0
-            name, partners = parameter.engine_name or tensor.name, parameter.names
+            name = tensor.engine_name or parameter.engine_name or tensor.name
+            partners = tuple(
+                t.name for t in parameter.tensors if t.engine_name == tensor.engine_name
+            )
+            if not (tensor.engine_name or parameter.engine_name):
+                partners = (tensor.name,)
             if tensor.name in FUSED_BY_ENGINE:
                 name, partners = FUSED_NAME, FUSED_BY_ENGINE
             if len(partners) == 1 or of_expert:
@@ -91,7 +103,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                 tensor.name,
                 EngineTensor(
                     name,
-                    partners.index(tensor.name) if partners else position,
+                    partners.index(tensor.name) if partners else position * bool(of_expert),
                     tensor.row_multiple,
                     tensor.column_multiple,
                     parameter.split,
@@ -100,6 +112,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     1 + len(tensor.below),
                     partners,
                     tensor.dtype,
+                    tensor.last_like,
                 ),
             )
 
@@ -126,7 +139,8 @@ def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
     if not all(prefix + partner in beside for partner in place.partners):
         return place.alone(name)
     position = place.position + int(expert or 0) * place.of_expert
-    return replace(place, name=prefix + place.name, position=position)
+    last_like = prefix + place.last_like if place.last_like else ""
+    return replace(place, name=prefix + place.name, position=position, last_like=last_like)
 
 
 def _of_scales(place: EngineTensor) -> EngineTensor:

@@ -8,7 +8,8 @@ latent attention (MLA, DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) ``query_
 ``key_rank`` are its compressed queries and keys, ``key_rank_and_rotary`` those with the channels
 that turn, ``keys_and_values`` what keys and values are expanded to. Of linear attention (gated
 delta networks, Yang et al. 2024, arXiv:2412.06464) ``linear_keys`` and ``linear_values`` are the
-channels of all its heads, ``linear_heads`` the number of heads of values, ``linear_head`` the
+channels of all its heads, ``linear_projections`` those of queries, keys, values and gates,
+``linear_heads`` the number of heads of values, ``linear_gates`` twice that, ``linear_head`` the
 channels of one, ``taps`` the tokens that its convolution sees. In names ``*`` is the number of an
 expert.
 """
@@ -26,6 +27,7 @@ FusionKind = Literal["copy", "qkv", "delta", "gate_up", "vocab"]
 FULL_ATTENTION = "full_attention"
 Size = Literal[
     "queries",
+    "queries_and_gates",
     "keys",
     "head",
     "outputs",
@@ -42,7 +44,9 @@ Size = Literal[
     "keys_and_values",
     "linear_keys",
     "linear_values",
+    "linear_projections",
     "linear_heads",
+    "linear_gates",
     "linear_head",
     "taps",
 ]
@@ -89,6 +93,9 @@ class HfTensor:
     column_multiple: int = 1
     # Rows of further matrices below the first one's, each split and padded by itself.
     below: tuple[Size, ...] = ()
+    # Tensor with as many columns as the last of them has rows; else all have as many.
+    last_like: str = ""
+    engine_name: str = ""  # name in the engine, if not all tensors of the parameter have one
     dtype: Literal["model", "float32"] = "model"  # dtype in which it is kept and published
 
     def whole_shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -203,6 +210,8 @@ class Family:
     megatron: Mapping[str, object] = field(default_factory=dict)  # more of TransformerConfig
     router: RouterTraits = RouterTraits()
     is_latent: bool = False  # attention's keys and values are compressed (MLA)
+    gates_attention: bool = False  # attention's output passes a gate, computed with the queries
+    centres_norms: bool = False  # norms multiply by 1 + weight, but for those of a gated output
     turns_pairs: bool = False  # rotary embeddings turn neighbors, not a channel of each half
     has_dp_attention: bool = False  # SGLang can split its attention over fewer ranks than its MLP
 

@@ -1,0 +1,196 @@
+"""A gated delta network in the place of attention, over packed sequences.
+
+Yang, Kautz, Hatamizadeh 2024 (arXiv:2412.06464), figure 1, as in Qwen3-Next and Qwen3.5: queries,
+keys and values pass a short convolution, the output a norm and a gate. Rows of the projection are
+ordered by heads of keys: each has its query, key, values, gates, strengths and decays, so that
+ranks of tensor and context parallelism take whole heads with all that is theirs.
+
+Shapes: T tokens of a rank of context parallelism, T/t of them with sequence parallelism, T' of all
+its ranks; K heads of keys of this rank with r heads of values each; d channels of a query and a
+key, v of a value.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from slipstream.learner.model.attention import PackedLayout
+from slipstream.learner.model.linear_attention.delta_rule import gated_delta_rule, short_convolution
+from slipstream.learner.parallel import HeadShares
+from slipstream.wire.models.hf_config import HfConfig
+
+_DIVIDED = {"A_log": 0, "dt_bias": 0}  # axes that tensor parallelism divides
+
+
+class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
+    """Takes the place of Megatron's self-attention in layers of linear attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        hf: HfConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_options: object,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self._tensor_group, ranks = groups.tp, groups.tp.size()
+        self._heads = hf.linear_num_key_heads // ranks
+        self._values = hf.linear_num_value_heads // hf.linear_num_key_heads
+        self._key_size, self._value_size = hf.linear_key_head_dim, hf.linear_value_head_dim
+        sizes, dtype = hf.sizes, config.params_dtype
+        linear: dict[str, Any] = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": groups.tp,
+        }
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sizes["linear_projections"] + sizes["linear_gates"],
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        mixed = (2 * sizes["linear_keys"] + sizes["linear_values"]) // ranks
+        self.conv1d = torch.nn.Conv1d(
+            mixed, mixed, sizes["taps"], groups=mixed, bias=False, dtype=dtype
+        )
+        count = self._heads * self._values
+        self.A_log = torch.nn.Parameter(torch.empty(count, dtype=torch.float32))
+        self.dt_bias = torch.nn.Parameter(torch.ones(count, dtype=dtype))
+        for divided in (self.conv1d.weight, self.A_log, self.dt_bias):
+            tensor_parallel.set_tensor_model_parallel_attributes(divided, True, 0, 1)
+        with torch.no_grad():
+            self.A_log.uniform_(1.0, 16.0).log_()
+        self.norm = torch.nn.RMSNorm(self._value_size, eps=hf.rms_norm_eps, dtype=dtype)
+        self.out_proj = RowParallelLinear(
+            sizes["linear_values"],
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    @override
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *_args: object,
+        packed_seq_params: PackedLayout,
+        **_options: object,
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output, [T/t, 1, H] for [T/t, 1, H], and no bias."""
+        projected, _ = self.in_proj(hidden_states)
+        by_head = projected.view(len(projected), self._heads, -1)
+        mixed, gate, strength, decay = torch.split(
+            by_head,
+            [
+                2 * self._key_size + self._values * self._value_size,
+                self._values * self._value_size,
+                self._values,
+                self._values,
+            ],
+            dim=-1,
+        )
+        output = self._of_sequences(torch.cat([mixed, strength, decay], dim=-1), packed_seq_params)
+        output = output.view(-1, self._heads * self._values, self._value_size)
+        gated = self._normed(output) * F.silu(gate.reshape_as(output).float())
+        flat = gated.to(hidden_states.dtype).flatten(1).unsqueeze(1)
+        result, _ = self.out_proj(flat)
+        return result, None
+
+    def _normed(self, output: Tensor) -> Tensor:
+        """Return the norm of each head; every rank adds to the weight's gradient."""
+        weight = copy_to_tensor_model_parallel_region(self.norm.weight, self._tensor_group)
+        size = (self._value_size,)
+        normed = F.rms_norm(output.float(), size, eps=self.norm.eps).to(output.dtype)
+        weighed: Tensor = normed * weight
+        return weighed
+
+    def _of_sequences(self, heads: Tensor, layout: PackedLayout) -> Tensor:
+        """Return the outputs of heads [T, K, 2d + rv + 2r], [T, K, rv], by whole sequences."""
+        split, shared = layout.split, layout.shared
+        if shared is not None:
+            return self._computed(shared.of_all(heads), 0, layout).index_select(0, shared.computed)
+        if split.group is None:
+            return self._computed(heads, 0, layout)
+        # Every rank has whole sequences of its own heads, whether attention has rings or not.
+        by_head = replace(split, shares=HeadShares(split.ranks, 1))
+        (heads,) = by_head.exchanged(heads)
+        order = split.order(heads.device)
+        if order is not None:
+            heads = heads[order.argsort()]
+        output = self._computed(heads, split.rank, layout)
+        return by_head.returned(output if order is None else output[order])
+
+    def _computed(self, heads: Tensor, part: int, layout: PackedLayout) -> Tensor:
+        """Return the outputs of the heads of a part of this rank's, [T', K', rv]."""
+        count, values = heads.size(1), self._values
+        mine = slice(part * count, (part + 1) * count)
+        widths = [heads.size(-1) - 2 * values, values, values]
+        mixed, strength, decay = torch.split(heads, widths, dim=-1)
+        weight = self.conv1d.weight.view(self._heads, mixed.size(-1), -1)[mine].flatten(0, 1)
+        mixed = short_convolution(mixed.flatten(1), weight, layout.positions)
+        query, key, value = torch.split(
+            mixed.view(len(mixed), count, -1),
+            [self._key_size, self._key_size, values * self._value_size],
+            dim=-1,
+        )
+        rates, bias = (
+            t.view(self._heads, values)[mine].float() for t in (self.A_log, self.dt_bias)
+        )
+        output = gated_delta_rule(
+            query,
+            key,
+            value.view(len(value), count, values, self._value_size),
+            -rates.exp() * F.softplus(decay.float() + bias),
+            strength.sigmoid(),
+            layout.chunks,
+        )
+        return output.flatten(2)
+
+    @override
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the weights in Megatron's form of a checkpoint."""
+        own = {name: getattr(self, name) for name in _DIVIDED}
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, _DIVIDED, sharded_offsets
+        )
+        weight = {"weight": self.conv1d.weight}
+        state |= make_sharded_tensors_for_checkpoint(
+            weight, f"{prefix}conv1d.", {"weight": 0}, sharded_offsets
+        )
+        for name in ("in_proj", "norm", "out_proj"):
+            state |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
+            )
+        return state

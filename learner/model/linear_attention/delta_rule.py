@@ -1,0 +1,143 @@
+"""The gated delta rule over packed sequences, chunk by chunk.
+
+Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv:2412.06464), equation 10. Each head
+has a state S, [d, v], zero before a sequence; a token with query q, key k, value v, decay
+a = exp(g) and strength b changes and reads it::
+
+    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T
+    o_t = S_t^T q_t
+
+Section 3.3 and Yang et al. 2024 (arXiv:2406.06484), section 3: within a chunk of C tokens the
+corrections are the solution of a triangular system, so that states are needed between chunks alone.
+Sequences are cut into chunks of their own: no state passes a boundary.
+
+Shapes: T tokens of B sequences; K heads of keys with r heads of values each; d channels of a query
+and a key, v of a value; N chunks of C tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor
+
+_CHUNK = 64  # tokens
+_EPSILON = 1e-6  # added to a key's squared length, fixed in the models' own code
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Sequences in chunks: all first chunks, then all second ones, of the longest ones first."""
+
+    tokens: Tensor  # [N, C] int64, number of each token; T where there is none
+    places: Tensor  # [T] int64, place of each token among these
+    counts: tuple[int, ...]  # first, second and further chunks
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Chunks":
+        """Cut B sequences of these lengths, laid end to end."""
+        longest_first = sorted(
+            (length, start)
+            for length, start in zip(lengths, np.cumsum([0, *lengths]).tolist(), strict=False)
+            if length
+        )[::-1]
+        total, rows, counts = sum(lengths), list[np.ndarray](), list[int]()
+        for first in range(0, max(lengths, default=0), _CHUNK):
+            here = [(length, start) for length, start in longest_first if length > first]
+            counts.append(len(here))
+            for length, start in here:
+                row = np.full(_CHUNK, total)
+                count = min(_CHUNK, length - first)
+                row[:count] = np.arange(start + first, start + first + count)
+                rows.append(row)
+        tokens = np.stack(rows) if rows else np.empty((0, _CHUNK), np.int64)
+        places = np.empty(total + 1, np.int64)
+        places[tokens.ravel()] = np.arange(tokens.size)
+        return cls(
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(places[:total]).to(device),
+            tuple(counts),
+        )
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return values of tokens by chunk, 0 where there is none: [T, ...] -> [N, C, ...]."""
+        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        return padded[self.tokens]
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return values of chunks by token: [N, C, ...] -> [T, ...]."""
+        return values.flatten(0, 1)[self.places]
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, chunks: Chunks
+) -> Tensor:
+    """Return outputs [T, K, r, v] in the type of the values, computed in float32.
+
+    Queries and keys are normalized to length 1, queries then divided by sqrt(d).
+
+    Args:
+        query: [T, K, d].
+        key: [T, K, d].
+        value: [T, K, r, v].
+        decay: [T, K, r] float32, logarithms: at most 0.
+        strength: [T, K, r], from 0 to 1.
+        chunks: chunks of the sequences.
+    """
+    q, k = (chunks.cut(_of_length_one(t.float())).transpose(1, 2) for t in (query, key))
+    q = (q * q.size(-1) ** -0.5).unsqueeze(2)  # [N, K, 1, C, d]
+    k = k.unsqueeze(2)
+    v = chunks.cut(value.float()).permute(0, 2, 3, 1, 4)  # [N, K, r, C, v]
+    g, b = (chunks.cut(t.float()).permute(0, 2, 3, 1) for t in (decay, strength))  # [N, K, r, C]
+    logs = g.cumsum(-1)
+    later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    since_start = logs.exp().unsqueeze(-1)
+    b = b.unsqueeze(-1)
+    system = b * (k @ k.mT) * decays  # its diagonal counts as 1
+    corrections, of_state = torch.linalg.solve_triangular(
+        system, torch.cat([b * v, b * since_start * k], dim=-1), upper=False, unitriangular=True
+    ).split([v.size(-1), k.size(-1)], dim=-1)
+    within = (q @ k.mT) * decays
+    reading = q * since_start
+    to_end = (logs[..., -1:] - logs).exp().unsqueeze(-1)
+    writing, left = (k * to_end).mT, logs[..., -1].exp()[..., None, None]
+    state, outputs = value.new_zeros(()), []
+    bounds = np.cumsum([0, *chunks.counts]).tolist()
+    for first, end in pairwise(bounds):
+        now = slice(first, end)
+        new = corrections[now]
+        if first:
+            state = state[: end - first]
+            new = new - of_state[now] @ state
+            outputs.append(reading[now] @ state + within[now] @ new)
+            state = state * left[now] + writing[now] @ new
+        else:
+            outputs.append(within[now] @ new)
+            state = writing[now] @ new
+    joined = chunks.joined(torch.cat(outputs).permute(0, 3, 1, 2, 4))  # [T, K, r, v]
+    return joined.to(value.dtype)
+
+
+def _of_length_one(heads: Tensor) -> Tensor:
+    return heads * (heads.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+def short_convolution(values: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """Return SiLU of a causal convolution of each channel over its own sequence, [T, D].
+
+    Args:
+        values: [T, D].
+        weight: [D, W], the last tap for the token itself.
+        positions: [T] int64, of each token in its sequence.
+    """
+    taps = weight.size(1)
+    output = values * weight[:, -1]
+    for back in range(1, min(taps, len(values) + 1)):
+        earlier = F.pad(values, (0, 0, back, 0))[: len(values)]
+        is_there = (positions >= back).unsqueeze(-1)
+        output = output + torch.where(is_there, earlier, 0.0) * weight[:, -1 - back]
+    return F.silu(output)

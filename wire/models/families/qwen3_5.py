@@ -1,0 +1,37 @@
+"""Qwen3.5: gated delta networks, attention in every fourth layer; dense, or experts in all."""
+
+from slipstream.wire.models.families.delta import HYBRID_DEFAULTS, HYBRID_KEYS, SPLIT_DELTA, hybrid
+from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE, QWEN_MOE_KEYS
+from slipstream.wire.models.families.tables import ENDS, MLP, NORMS, UNTIED, Family
+
+_FIXED = {"attention_bias": False, "attn_output_gate": True}
+_KEYS = HYBRID_KEYS | {"mrope_section"}
+
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    models="Qwen3.5",
+    config=_FIXED,
+    layer=NORMS,
+    kinds=hybrid(SPLIT_DELTA),
+    mlp=MLP,
+    ends=ENDS,
+    keys=_KEYS,
+    defaults=HYBRID_DEFAULTS,
+    gates_attention=True,
+    centres_norms=True,
+)
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    models="Qwen3.5-35B-A3B, Qwen3.5-122B-A10B, Qwen3.5-397B-A17B",
+    config={**_FIXED, "mlp_only_layers": [], **UNTIED},
+    layer=NORMS,
+    kinds=hybrid(SPLIT_DELTA),
+    mlp=MLP,
+    sparse=QWEN2_MOE.sparse,
+    ends=ENDS,
+    keys=QWEN_MOE_KEYS | _KEYS | {"shared_expert_intermediate_size"},
+    renamed={"num_local_experts": "num_experts"},
+    defaults={**HYBRID_DEFAULTS, "norm_topk_prob": True},
+    gates_attention=True,
+    centres_norms=True,
+)
