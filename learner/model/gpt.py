@@ -331,6 +331,8 @@ def transformer_config(
         "add_qkv_bias": hf.has_qkv_bias,
         "qk_layernorm": hf.has_qk_norm or hf.family.is_latent,
         "attention_output_gate": hf.family.gates_attention,
+        # Layers of unlike kinds are apart in a checkpoint.
+        "hetereogenous_dist_checkpoint": any(kind.layer for kind in hf.family.kinds.values()),
         **hf.family.megatron,
         **_expert_config(hf),
         **latent_config(hf),

@@ -37,6 +37,10 @@ LATENT = Family("deepseek_v3", 3)
 FEW_HEADS, ONE_HEAD = Family("qwen3", 2, heads=2), Family("qwen3", 2, heads=1)
 FEW_LATENT, FEW_EXPERTS = Family("deepseek_v3", 3, heads=2), Family("qwen3_moe", heads=2)
 LATENTS = LATENT, FEW_LATENT
+# Linear attention in every second layer; few heads of attention alone.
+HYBRID, HYBRID_EXPERTS = Family("qwen3_5", 4), Family("qwen3_5_moe", 4)
+NEXT, FEW_HYBRID = Family("qwen3_next", 4), Family("qwen3_5", 4, heads=2)
+BY_TRANSFORMERS = {*LATENTS, HYBRID, HYBRID_EXPERTS, NEXT, FEW_HYBRID}
 
 
 class Layout(NamedTuple):
@@ -58,6 +62,7 @@ QUICK = [
     layout("tp2", 2, DENSE, tensor=2),
     layout("cp2", 2, DENSE, context=2),
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
+    layout("tp2-cp2", 4, HYBRID, tensor=2, context=2),
     # On two hosts, whose second has the last stage. Experts are computed again when another
     # microbatch has been through their layers.
     Layout(
@@ -100,6 +105,18 @@ SLOW = [
     layout("cp3-one-head", 3, ONE_HEAD, context=3),
     layout("cp4-few-heads", 4, FEW_LATENT, context=4),
     layout("cp4-ep2-few-heads", 4, FEW_EXPERTS, context=4, expert=2),
+    layout("dp2", 2, HYBRID),
+    layout("tp2", 2, HYBRID, tensor=2),
+    Layout("tp2-whole-tokens", 2, HYBRID, {"tensor_parallel": 2, "sequence_parallel": False}),
+    layout("cp2", 2, HYBRID, context=2),
+    layout("cp4-few-heads", 4, FEW_HYBRID, context=4),
+    layout("pp2-cp2", 4, HYBRID, pipeline=2, context=2),
+    Layout("offload", 1, HYBRID, {"offload": OFFLOAD}),
+    Layout("pp2-chunks2", 2, HYBRID, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
+    Layout("recompute", 1, HYBRID, {"recompute": "full"}),
+    layout("tp2-ep2", 2, HYBRID_EXPERTS, tensor=2, expert=2),
+    layout("pp2-ep2", 4, HYBRID_EXPERTS, pipeline=2, expert=2),
+    layout("tp2-pp2-ep2", 4, NEXT, tensor=2, pipeline=2, expert=2),
     layout("tp2-cp2", 4, TIED, tensor=2, context=2),
     layout("pp2-cp2", 4, DENSE, pipeline=2, context=2),
     layout("pp2-dp2", 4, DENSE, pipeline=2),
@@ -166,7 +183,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
         changed = {"num_hidden_layers": family.layers, "num_attention_heads": family.heads}
         if family.heads < 4:
             changed["num_key_value_heads"] = family.heads if family in LATENTS else 1
-        write = write_family if family in LATENTS else write_tiny_model
+        write = write_family if family in BY_TRANSFORMERS else write_tiny_model
         model = write(folder / "model", family.name, **changed)
         other = Path(shutil.copytree(model, folder / "reference"))
         generator = torch.Generator().manual_seed(11)
@@ -183,7 +200,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
 
 
 @pytest.mark.parametrize(
-    "family", [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS, LATENT))]
+    "family",
+    [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS, LATENT, HYBRID))],
 )
 def test_one_rank_computes_what_the_formulas_say(alone: Callable[[Family], Alone], family: Family):
     _, work, report = alone(family)
@@ -223,7 +241,7 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     (tmp_path / "reference").symlink_to(one.work.parent / "reference")
     outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
     section = LearnerSection(ranks=laid_out.ranks, **laid_out.learner)
-    has_experts = laid_out.family in {EXPERTS, FEW_EXPERTS, *LATENTS}
+    has_experts = laid_out.family in {EXPERTS, FEW_EXPERTS, HYBRID_EXPERTS, NEXT, *LATENTS}
     overlaps = section.sizes.has_copies(section.ranks, has_experts=has_experts)
     for rank, report in enumerate(reports(work, laid_out.ranks)):
         assert report["overlaps"] == [overlaps, overlaps]

@@ -24,10 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,7 +33,8 @@ from slipstream.learner.model.linear_attention.delta_rule import gated_delta_rul
 from slipstream.learner.parallel import HeadShares
 from slipstream.wire.models.hf_config import HfConfig
 
-_DIVIDED = {"A_log": 0, "dt_bias": 0}  # axes that tensor parallelism divides
+# Axes that tensor parallelism divides.
+_DIVIDED = {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0}
 
 
 class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
@@ -117,7 +115,7 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
             dim=-1,
         )
         output = self._of_sequences(torch.cat([mixed, strength, decay], dim=-1), packed_seq_params)
-        output = output.view(-1, self._heads * self._values, self._value_size)
+        output = output.reshape(-1, self._heads * self._values, self._value_size)
         gated = self._normed(output) * F.silu(gate.reshape_as(output).float())
         flat = gated.to(hidden_states.dtype).flatten(1).unsqueeze(1)
         result, _ = self.out_proj(flat)
@@ -181,16 +179,16 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the weights in Megatron's form of a checkpoint."""
-        own = {name: getattr(self, name) for name in _DIVIDED}
+        own = {
+            name: value
+            for name, value in self.named_parameters()
+            if not name.endswith("proj.weight")
+        }
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, _DIVIDED, sharded_offsets
         )
-        weight = {"weight": self.conv1d.weight}
-        state |= make_sharded_tensors_for_checkpoint(
-            weight, f"{prefix}conv1d.", {"weight": 0}, sharded_offsets
-        )
-        for name in ("in_proj", "norm", "out_proj"):
-            state |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
+        for name in ("in_proj", "out_proj"):
+            state |= getattr(self, name).sharded_state_dict(
+                f"{prefix}{name}.", sharded_offsets, metadata
             )
         return state

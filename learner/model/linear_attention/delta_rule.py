@@ -32,7 +32,7 @@ _EPSILON = 1e-6  # added to a key's squared length, fixed in the models' own cod
 class Chunks:
     """Sequences in chunks: all first chunks, then all second ones, of the longest ones first."""
 
-    tokens: Tensor  # [N, C] int64, number of each token; T where there is none
+    tokens: Tensor  # [N, C] int64, number of each token; T for no token
     places: Tensor  # [T] int64, place of each token among these
     counts: tuple[int, ...]  # first, second and further chunks
 
@@ -63,7 +63,7 @@ class Chunks:
         )
 
     def cut(self, values: Tensor) -> Tensor:
-        """Return values of tokens by chunk, 0 where there is none: [T, ...] -> [N, C, ...]."""
+        """Return values of tokens by chunk, 0 for no token: [T, ...] -> [N, C, ...]."""
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[self.tokens]
 

@@ -173,7 +173,7 @@ class OptionalTable:
 class LayerKind:
     """What layers of a kind have, by the kind's name in config.json's ``layer_types``."""
 
-    layer: Table = field(default_factory=dict)  # parameters beside those of every layer
+    layer: Table = field(default_factory=dict)  # parameters besides those of every layer
     has_window: bool = False  # a token attends to the last ``sliding_window`` tokens alone
     is_linear: bool = False  # gated delta network in the place of attention
 
