@@ -38,8 +38,8 @@ FEW_HEADS, ONE_HEAD = Family("qwen3", 2, heads=2), Family("qwen3", 2, heads=1)
 FEW_LATENT, FEW_EXPERTS = Family("deepseek_v3", 3, heads=2), Family("qwen3_moe", heads=2)
 LATENTS = LATENT, FEW_LATENT
 # Linear attention in every second layer; few heads of attention alone.
-HYBRID, HYBRID_EXPERTS = Family("qwen3_5", 4), Family("qwen3_5_moe", 4)
-NEXT, FEW_HYBRID = Family("qwen3_next", 4), Family("qwen3_5", 4, heads=2)
+HYBRID, HYBRID_EXPERTS = Family("qwen3_5", 4), Family("qwen3_5_moe")
+NEXT, FEW_HYBRID = Family("qwen3_next"), Family("qwen3_5", 4, heads=2)
 BY_TRANSFORMERS = {*LATENTS, HYBRID, HYBRID_EXPERTS, NEXT, FEW_HYBRID}
 
 

@@ -141,6 +141,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     quantization_config: Quantization | None = None
+    # True of a language model that is one part of a folder's model, next to an encoder of pictures.
+    is_wrapped: bool = False
 
     @property
     def kv_channels(self) -> int:
@@ -388,17 +390,20 @@ def load_hf_config(
     path = folder / "config.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        model_type = found.get("model_type")
-        if not isinstance(model_type, str) or model_type not in families:
-            raise ConfigError(
-                f"{path} has model_type {model_type!r}; supported are {', '.join(families)} "
-                f"({setting})"
-            )
-        family = families[model_type]
+        family = _family_of(found, families)
+        if isinstance(family, str):
+            raise ConfigError(f"{path} {family} ({setting})")
+        is_wrapped = found.get("model_type") != family.model_type
+        if is_wrapped:
+            of_text = _of_text(found, family)
+            if isinstance(of_text, str):
+                raise ConfigError(f"{path}: {of_text} ({setting})")
+            found = of_text
         if trouble := _key_trouble(found, family):
             raise ConfigError(f"{path}: {trouble} ({setting})")
         named = {family.renamed.get(key, key): value for key, value in found.items()}
         given = {key: value for key, value in named.items() if value is not None}
+        given |= {"model_type": family.model_type, "is_wrapped": is_wrapped}
         config = msgspec.convert({**family.defaults, **given}, HfConfig, str_keys=True, strict=True)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
@@ -410,6 +415,35 @@ def load_hf_config(
     if trouble or (trouble := _quantization_trouble(config)):
         raise ConfigError(f"{path}: {trouble} ({setting})")
     return config
+
+
+def _family_of(found: Mapping[str, Any], families: Mapping[str, Family]) -> Family | str:
+    """Return the family of a config.json, or which model_type it has that none is of."""
+    model_type = found.get("model_type")
+    for family in families.values():
+        if model_type in {family.model_type, family.wrapped_by} and isinstance(model_type, str):
+            return family
+    known = (
+        name for family in families.values() for name in (family.model_type, family.wrapped_by)
+    )
+    return f"has model_type {model_type!r}; supported are {', '.join(filter(None, known))}"
+
+
+# Keys around text_config that concern the language model; the others are of pictures.
+_AROUND_TEXT = ("tie_word_embeddings", "quantization_config")
+
+
+def _of_text(found: Mapping[str, Any], family: Family) -> dict[str, Any] | str:
+    """Return the keys of a language model in text_config, or what is wrong with them."""
+    text = found.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in {None, family.model_type}:
+        got = text.get("model_type") if isinstance(text, dict) else text
+        return f"text_config must have model_type {family.model_type!r}, got {got!r}"
+    around = {key: found[key] for key in _AROUND_TEXT if found.get(key) is not None}
+    for key, value in around.items():
+        if text.get(key) not in (None, value):
+            return f"{key} = {value!r} must be as in text_config, which has {text[key]!r}"
+    return {**text, **around}
 
 
 def _key_trouble(found: Mapping[str, Any], family: Family) -> str:

@@ -29,8 +29,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import PackedLayout
-from slipstream.learner.model.linear_attention.delta_rule import gated_delta_rule, short_convolution
+from slipstream.learner.model.cuda_attention import has_kernel
+from slipstream.learner.model.device import device
+from slipstream.learner.model.linear_attention.delta_rule import (
+    delta_rule_on_gpu,
+    gated_delta_rule,
+    kernel_trouble,
+    short_convolution,
+)
 from slipstream.learner.parallel import HeadShares
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
 
 # Axes that tensor parallelism divides.
@@ -50,6 +58,12 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         **_options: object,
     ) -> None:
         super().__init__(config=config)
+        where = torch.empty(0, dtype=config.params_dtype, device=device())
+        if has_kernel(where) and (trouble := kernel_trouble()):
+            raise ConfigError(
+                f"run.model ({hf.model_type}) has linear attention, whose kernels cannot be "
+                f'imported ({trouble}): pip install "slipstream[linear-attention]"'
+            )
         self.layer_number = layer_number
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self._tensor_group, ranks = groups.tp, groups.tp.size()
@@ -161,15 +175,16 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         rates, bias = (
             t.view(self._heads, values)[mine].float() for t in (self.A_log, self.dt_bias)
         )
-        output = gated_delta_rule(
+        given = (
             query,
             key,
             value.view(len(value), count, values, self._value_size),
             -rates.exp() * F.softplus(decay.float() + bias),
             strength.sigmoid(),
-            layout.chunks,
         )
-        return output.flatten(2)
+        if has_kernel(query):
+            return delta_rule_on_gpu(*given, layout.cu_seqlens_kv).flatten(2)
+        return gated_delta_rule(*given, layout.chunks).flatten(2)
 
     @override
     def sharded_state_dict(

@@ -9,12 +9,14 @@ a = exp(g) and strength b changes and reads it::
 
 Section 3.3 and Yang et al. 2024 (arXiv:2406.06484), section 3: within a chunk of C tokens the
 corrections are the solution of a triangular system, so that states are needed between chunks alone.
-Sequences are cut into chunks of their own: no state passes a boundary.
+Sequences are cut into chunks of their own: no state passes a boundary. On a GPU, in narrow types,
+flash-linear-attention's kernels do the same.
 
 Shapes: T tokens of B sequences; K heads of keys with r heads of values each; d channels of a query
 and a key, v of a value; N chunks of C tokens.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 _CHUNK = 64  # tokens
+_KERNELS = "fla.ops.gated_delta_rule"
 _EPSILON = 1e-6  # added to a key's squared length, fixed in the models' own code
 
 
@@ -70,6 +73,41 @@ class Chunks:
     def joined(self, values: Tensor) -> Tensor:
         """Return values of chunks by token: [N, C, ...] -> [T, ...]."""
         return values.flatten(0, 1)[self.places]
+
+
+def delta_rule_on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Return what ``gated_delta_rule`` returns, by kernels; of CUDA tensors in narrow types.
+
+    Args:
+        query: [T, K, d].
+        key: [T, K, d].
+        value: [T, K, r, v].
+        decay: [T, K, r] float32, logarithms: at most 0.
+        strength: [T, K, r], from 0 to 1.
+        cu_seqlens: [B + 1], bounds of the sequences.
+    """
+    kernel = importlib.import_module(_KERNELS).chunk_gated_delta_rule
+    of_values = (t.flatten(1, 2).unsqueeze(0) for t in (value, decay, strength))
+    outputs, _ = kernel(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        *of_values,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens.long(),
+    )
+    shaped: Tensor = outputs.view_as(value)
+    return shaped
+
+
+def kernel_trouble() -> str:
+    """Return why the kernels of a GPU cannot be imported; empty if they can."""
+    try:
+        importlib.import_module(_KERNELS)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def gated_delta_rule(

@@ -6,6 +6,8 @@ Several heads of values share a head of queries and keys. The other layers have 
 output passes a gate of each channel, computed with the queries.
 """
 
+from collections.abc import Mapping
+
 from slipstream.wire.models.families.tables import (
     FULL_ATTENTION,
     QK_NORM,
@@ -114,4 +116,12 @@ HYBRID_KEYS = frozenset(
         "partial_rotary_factor",
     }
 )
-HYBRID_DEFAULTS = {"full_attention_interval": 4, "partial_rotary_factor": 0.25}
+HYBRID_DEFAULTS: Mapping[str, object] = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+}

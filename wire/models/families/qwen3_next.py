@@ -16,6 +16,7 @@ QWEN3_NEXT = Family(
     keys=QWEN_MOE_KEYS | HYBRID_KEYS | {"shared_expert_intermediate_size"},
     renamed={"num_local_experts": "num_experts"},
     defaults={**HYBRID_DEFAULTS, "norm_topk_prob": True},
+    further="mtp.",
     gates_attention=True,
     centres_norms=True,
 )

@@ -205,6 +205,9 @@ class Family:
     keys: frozenset[str] = frozenset()  # further keys of config.json that it reads
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys of config.json to those of all
     defaults: Mapping[str, object] = field(default_factory=dict)  # values of absent keys
+    # model_type of a config.json with pictures, whose text_config is a model of this family.
+    wrapped_by: str = ""
+    further: str = ""  # beginning of the names of layers that predict further tokens
     # Keys that change nothing that is computed here: of training, of other heads, of kernels.
     ignored: frozenset[str] = frozenset()
     megatron: Mapping[str, object] = field(default_factory=dict)  # more of TransformerConfig

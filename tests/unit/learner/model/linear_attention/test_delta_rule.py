@@ -1,0 +1,99 @@
+"""The gated delta rule in chunks is the one that is written down token by token."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.learner.model.linear_attention.delta_rule import (
+    Chunks,
+    gated_delta_rule,
+    short_convolution,
+)
+
+KEYS, VALUES, KEY_SIZE, VALUE_SIZE = 2, 3, 5, 7
+CPU = torch.device("cpu")
+# One token, both sides of a chunk's edge, several chunks, none, and equal lengths.
+LENGTHS = [1, 64, 65, 63, 1, 130, 0, 64, 2]
+
+
+def inputs(count: int) -> list[Tensor]:
+    """Return queries, keys, values, decays and strengths that are far from trivial."""
+    generator = torch.Generator().manual_seed(count)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(count, KEYS, *shape, generator=generator)
+
+    heads = [noise(KEY_SIZE), noise(KEY_SIZE), noise(VALUES, VALUE_SIZE)]
+    return [*heads, -0.3 * noise(VALUES).exp(), noise(VALUES).sigmoid()]
+
+
+def token_by_token(*of_tokens: Tensor) -> Tensor:
+    """Return the outputs of one sequence by the recurrence, in double precision."""
+    query, key, value, decay, strength = (one.double() for one in of_tokens)
+    query, key = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (query, key))
+    state = value.new_zeros(KEYS, VALUES, KEY_SIZE, VALUE_SIZE)
+    outputs = []
+    for q, k, v, g, b in zip(query / KEY_SIZE**0.5, key, value, decay, strength, strict=True):
+        state = g.exp()[..., None, None] * state
+        held = torch.einsum("krdv,kd->krv", state, k)
+        state = state + torch.einsum("kd,krv->krdv", k, b[..., None] * (v - held))
+        outputs.append(torch.einsum("krdv,kd->krv", state, q))
+    return torch.stack(outputs)
+
+
+def test_packed_sequences_are_each_computed_alone():
+    given = inputs(sum(LENGTHS))
+    found = gated_delta_rule(*given, Chunks.of(LENGTHS, CPU))
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    for start, end in pairwise(bounds):
+        if start < end:
+            expected = token_by_token(*(one[start:end] for one in given))
+            torch.testing.assert_close(found[start:end].double(), expected, rtol=0, atol=2e-6)
+    assert found.abs().max() > 0.5, "nothing was compared"
+
+
+def test_gradients_are_those_of_the_recurrence():
+    given = [one.requires_grad_() for one in inputs(sum(LENGTHS))]
+    weight = torch.randn(sum(LENGTHS), KEYS, VALUES, VALUE_SIZE)
+    (gated_delta_rule(*given, Chunks.of(LENGTHS, CPU)) * weight).sum().backward()
+    found = [one.grad.clone() for one in given]
+    for one in given:
+        one.grad = None
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    for start, end in pairwise(bounds):
+        if start < end:
+            output = token_by_token(*(one[start:end] for one in given))
+            (output * weight[start:end]).sum().backward()
+    for got, one in zip(found, given, strict=True):
+        torch.testing.assert_close(got, one.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[1], [200], [64, 64]])
+def test_any_number_of_sequences_is_taken(lengths: list[int]):
+    given = inputs(sum(lengths))
+    found = gated_delta_rule(*given, Chunks.of(lengths, CPU))
+    assert found.shape == (sum(lengths), KEYS, VALUES, VALUE_SIZE)
+    assert found.isfinite().all()
+
+
+def test_strong_decays_and_narrow_types_stay_finite():
+    given = inputs(130)
+    given[3] = given[3] - 60.0  # far below what a product of decays can hold
+    narrow = [*(one.bfloat16() for one in given[:3]), *given[3:]]
+    found = gated_delta_rule(*narrow, Chunks.of([130], CPU))
+    assert found.dtype is torch.bfloat16
+    assert found.isfinite().all()
+
+
+def test_the_convolution_sees_its_own_sequence_alone():
+    lengths, taps = [1, 2, 9, 3, 5], 4
+    values, weight = torch.randn(sum(lengths), 6), torch.randn(6, taps)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    found = short_convolution(values, weight, positions)
+    conv = torch.nn.functional.conv1d
+    for part, got in zip(values.split(lengths), found.split(lengths), strict=True):
+        padded = torch.nn.functional.pad(part.T, (taps - 1, 0))
+        expected = conv(padded, weight.unsqueeze(1), groups=6).T
+        torch.testing.assert_close(got, torch.nn.functional.silu(expected))
