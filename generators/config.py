@@ -13,8 +13,9 @@ from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import AUTO, FALLBACK, TRANSPORTS, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.families.tables import Family
 from slipstream.wire.models.fp8 import quantization_trouble
-from slipstream.wire.models.hf_config import load_hf_config
+from slipstream.wire.models.hf_config import family_of, load_hf_config, text_keys
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section
@@ -455,6 +456,7 @@ def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> N
     shares = {
         "num_attention_heads": (num_ranks // groups, split_by),
         "num_key_value_heads": (num_ranks // groups, split_by),
+        "linear_num_key_heads": (num_ranks // groups, split_by),
         "intermediate_size": (num_ranks, "generators.sglang.tp_size"),
         "shared_expert_intermediate_size": (num_ranks, "generators.sglang.tp_size"),
         expert_inner: (
@@ -576,16 +578,19 @@ def _check_experts(config: Mapping[str, object], groups: int) -> str:
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    """Return the keys of config.json, and the family's defaults for absent keys."""
+    """Return the language model's keys of config.json, and the family's defaults of absent ones."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
     if not isinstance(config, dict):
         return {}
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config, FAMILIES)
+    if isinstance(family, Family) and config.get("model_type") != family.model_type:
+        keys = text_keys(config, family)
+        config = config if isinstance(keys, str) else {**keys, "model_type": family.model_type}
     present = {name: value for name, value in config.items() if value is not None}
-    return present if family is None else {**family.defaults, **present}
+    return {**family.defaults, **present} if isinstance(family, Family) else present
 
 
 def _check_sampling(sampling: SamplingSection) -> None:

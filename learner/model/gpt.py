@@ -319,7 +319,7 @@ def transformer_config(
     fixed: dict[str, object] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": hf.intermediate_size or hf.expert_inner,
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_query_groups,
         "kv_channels": hf.kv_channels,

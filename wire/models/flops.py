@@ -70,8 +70,9 @@ class SequenceCost:
 
             linear     6 N      N = parameters that a token is multiplied with; 4 N + 6 N_a with
                                 N_a of adapters: frozen weights have no gradient of their own
-            quadratic  6 L q    L = layers, q = channels of all query heads (of latent attention
-                                the mean of queries' and values')
+                       18 L' s  L' = layers of linear attention, s = numbers in one's state
+            quadratic  6 L q    L = other layers, q = channels of all query heads (of latent
+                                attention the mean of queries' and values')
 
         Both are of Chowdhery et al. 2022, PaLM, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T a
         token of a sequence of T, with H heads of size Q. Theirs counts every pair of tokens in
@@ -84,12 +85,16 @@ class SequenceCost:
         as in figures of MFU. A forward pass alone is a third of both, so that shares of work are
         the same with any number of them.
         """
-        channels = hf.num_hidden_layers * (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
+        layers = len(hf.attention_layers)
+        channels = layers * (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
         scores_and_values = 2 * 2 * channels / 2  # two products, over half of the pairs
         linear = _PER_PARAMETER * num_multiplied_parameters(hf)
         if adapters is not None:
             linear = _PER_FROZEN_PARAMETER * num_multiplied_parameters(hf)
             linear += _PER_PARAMETER * num_adapter_parameters(hf, adapters)
+        # A token corrects its state and reads it: three products.
+        state = _FORWARD_AND_BACKWARD * 3 * 2 * hf.state_size
+        linear += (hf.num_hidden_layers - layers) * state
         head = hf.sizes["vocabulary"] * hf.sizes["hidden"]
         output = (_PER_PARAMETER if adapters is None else _PER_FROZEN_PARAMETER) * head
         quadratic = _FORWARD_AND_BACKWARD * scores_and_values

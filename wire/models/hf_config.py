@@ -97,9 +97,9 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
+    intermediate_size: int = 0  # inner size of the MLPs without experts
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 2048
@@ -222,6 +222,11 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The numbers of the layers whose attention has keys and values."""
         layers = range(self.num_hidden_layers)
         return tuple(number for number in layers if not self.layer_kind(number).is_linear)
+
+    @property
+    def state_size(self) -> int:
+        """The numbers in a sequence's state in one layer of linear attention."""
+        return self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
 
     @property
     def _attention(self) -> Table:
@@ -347,7 +352,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "vocab_size": (1, _MOST),
     "hidden_size": (1, _MOST),
-    "intermediate_size": (1, _MOST),
+    "intermediate_size": (0, _MOST),
     "num_hidden_layers": (1, _MOST_LAYERS),
     "num_attention_heads": (1, _MOST),
     "num_key_value_heads": (1, _MOST),
@@ -390,12 +395,12 @@ def load_hf_config(
     path = folder / "config.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        family = _family_of(found, families)
+        family = family_of(found, families)
         if isinstance(family, str):
             raise ConfigError(f"{path} {family} ({setting})")
         is_wrapped = found.get("model_type") != family.model_type
         if is_wrapped:
-            of_text = _of_text(found, family)
+            of_text = text_keys(found, family)
             if isinstance(of_text, str):
                 raise ConfigError(f"{path}: {of_text} ({setting})")
             found = of_text
@@ -417,7 +422,7 @@ def load_hf_config(
     return config
 
 
-def _family_of(found: Mapping[str, Any], families: Mapping[str, Family]) -> Family | str:
+def family_of(found: Mapping[str, Any], families: Mapping[str, Family]) -> Family | str:
     """Return the family of a config.json, or which model_type it has that none is of."""
     model_type = found.get("model_type")
     for family in families.values():
@@ -433,7 +438,7 @@ def _family_of(found: Mapping[str, Any], families: Mapping[str, Family]) -> Fami
 _AROUND_TEXT = ("tie_word_embeddings", "quantization_config")
 
 
-def _of_text(found: Mapping[str, Any], family: Family) -> dict[str, Any] | str:
+def text_keys(found: Mapping[str, Any], family: Family) -> dict[str, Any] | str:
     """Return the keys of a language model in text_config, or what is wrong with them."""
     text = found.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in {None, family.model_type}:
@@ -529,7 +534,9 @@ def _head_trouble(config: HfConfig, family: Family) -> str:
 
 
 def _expert_trouble(config: HfConfig, family: Family) -> str:
-    """Return what is wrong with the numbers of experts."""
+    """Return what is wrong with the numbers of experts, or with the MLPs of layers without."""
+    if not config.intermediate_size and not (family.has_experts and config.moe_intermediate_size):
+        return "intermediate_size must be at least 1, and is not set"
     if not family.has_experts:
         return ""
     count, chosen = config.num_experts or 0, config.experts_per_token

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from slipstream.deploy.predict.laws.gpus import Cluster, Gpu
-from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_copies
+from slipstream.deploy.predict.memory.gpu import GIB, kv_bytes_per_token, kv_copies, state_bytes
 from slipstream.wire.models.flops import num_multiplied_parameters
 from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
@@ -40,6 +40,7 @@ class EngineLaw:
     context_s: float = 0.0  # read one token's keys and values
     prefill_s: float = 0.0  # compute one token of a prompt
     max_cached_tokens: float = float("inf")
+    state_tokens: float = 0.0  # cached tokens that are as large as a sequence's recurrent state
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -105,6 +106,7 @@ class EngineLaw:
             context_s=kv_bytes / bandwidth,
             prefill_s=2 * active / flops,
             max_cached_tokens=cache / kv_bytes,
+            state_tokens=state_bytes(hf) / kv_bytes,
         )
 
     def step_s(self, num_sequences: float, context: float) -> float:

@@ -162,7 +162,9 @@ def _exchanges(
         figures.append(Figure(what, cluster.exchange_s(num_bytes, group), "s", law))
 
     tensor, context = sizes.tensor, sizes.context
-    layers = hf.num_hidden_layers / sizes.pipeline
+    layers, attention = (
+        count / sizes.pipeline for count in (hf.num_hidden_layers, len(hf.attention_layers))
+    )
     if tensor > 1:
         times = 4 * passes
         num_bytes = times * _ELEMENT * hf.hidden_size * tokens * layers * (tensor - 1) / tensor
@@ -179,7 +181,7 @@ def _exchanges(
         if parts > 1:
             channels = lengths["queries"] + 2 * copies * lengths["keys"] + lengths["outputs"]
             channels /= tensor
-            num_bytes = passes * _ELEMENT * channels * tokens * layers * (parts - 1) / parts
+            num_bytes = passes * _ELEMENT * channels * tokens * attention * (parts - 1) / parts
             law = (
                 f"{passes:.3g} x 2 (queries, keys, values, outputs) / t K L / p x (u - 1) / u bytes"
             )
@@ -189,9 +191,16 @@ def _exchanges(
             times, channels = passes + all_passes.training, 2 * lengths["keys"] * copies / tensor
             most = learner.max_tokens_per_microbatch
             share = min(0.75 * (rings - 1) / rings, work.mean_tokens / most)
-            num_bytes = times * _ELEMENT * channels * tokens * rings * layers * share
+            num_bytes = times * _ELEMENT * channels * tokens * rings * attention * share
             law = f"{times:.3g} x 2 (keys, values) / t K r L / p x {share:.3g} of the tokens, bytes"
             add("keys between rings", num_bytes, tensor * context, law)
+        if layers > attention:
+            channels = 2 * (lengths["linear_keys"] + lengths["linear_values"])
+            channels = (channels + lengths["linear_gates"]) / tensor
+            num_bytes = passes * _ELEMENT * channels * tokens * (layers - attention)
+            num_bytes *= (context - 1) / context
+            law = f"{passes:.3g} x 2 (queries, keys, values, gates, outputs) / t K L'' / p, bytes"
+            add("heads of linear attention", num_bytes, tensor * context, law)
     group = sizes.expert * sizes.expert_tensor
     if group > 1:
         times = 2 * passes * sizes.expert_tensor

@@ -26,7 +26,17 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     """Return the key and value cache of one token over all layers."""
     if hf.family.is_latent:  # engines keep it compressed, and expand it on reading
         return hf.num_hidden_layers * hf.sizes["key_rank_and_rotary"] * element_bytes
-    return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
+    return 2 * len(hf.attention_layers) * hf.num_query_groups * hf.kv_channels * element_bytes
+
+
+def state_bytes(hf: HfConfig, *, element_bytes: int = 2) -> int:
+    """Return what an engine keeps of a sequence in layers of linear attention, of any length.
+
+    Each has its recurrent state in float32, and the inputs of the convolution's earlier taps.
+    """
+    layers = hf.num_hidden_layers - len(hf.attention_layers)
+    mixed = 2 * hf.sizes["linear_keys"] + hf.sizes["linear_values"]
+    return layers * (4 * hf.state_size + mixed * (hf.sizes["taps"] - 1) * element_bytes)
 
 
 def kv_copies(hf: HfConfig, ranks: int) -> int:
@@ -132,12 +142,16 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     pool -= shadow
     copies = kv_copies(hf, ranks // groups)
     element = generators.cache_bytes
+    state = state_bytes(hf) * groups // ranks
     per_token = rank_kv_bytes(hf, ranks, groups, element_bytes=element)
     law = f"{2 * element} L g d" + " a" * (groups > 1) + f" {copies}" * (copies > 1) + split
     if hf.family.is_latent:
         law = f"{element} L c, of compressed vectors that each rank keeps,"
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    if state:
+        law += f", and {state:,} of each sequence's recurrent state"
+    sequences = pool / (per_token * longest + state)
     second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")
     return [
         MemoryPart(
@@ -146,8 +160,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             f"{each:.3g} P{split}{more.replace('2 A', f'{each:.3g} A')}",
         ),
         MemoryPart(
-            f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
-            f"sequences of {longest:,}",
+            f"KV cache: {sequences * longest:,.0f} tokens, "
+            f"{sequences:,.0f} sequences of {longest:,}",
             pool,
             f"{fraction:g} of the GPU - {'2 x ' if shadow else ''}weights; {law} = {per_token:,} "
             "bytes a token",

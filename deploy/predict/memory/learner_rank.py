@@ -42,6 +42,7 @@ HOST_OPTIMIZER = "optimizer on the host"
 TENSORS = ("weights", "gradients", "main weights", "moments")  # what a rank holds between passes
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM = "decoder.final_layernorm.weight"
+_CHUNK = 64  # tokens of a chunk of linear attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,18 +340,26 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     values and the attention's output, inputs of the norms of queries and keys where there are, and
     of the MLP gate, up and their product. Experts keep this of each token that is routed to them,
     evenly, with its row before. Latent attention keeps compressed queries and keys
-    before and after their norms too, and what keys and values are expanded to. Keys and values that
+    before and after their norms too, and what keys and values are expanded to. Linear attention
+    keeps what it projects to, what the convolution makes of it, its output before and after the
+    gate, and a system of equations of each chunk; layers count as their mean. Keys and values that
     several ranks of context parallelism share are counted once.
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
     token_ranks = tensor if learner.sequence_parallel else 1  # sharing a layer's tokens
     queries, keys = lengths["queries"], lengths["keys"]
-    attention = queries + 2 * keys + lengths["outputs"] + (queries + keys) * hf.has_qk_norm
+    attention: float = queries + 2 * keys + lengths["outputs"] + (queries + keys) * hf.has_qk_norm
     latent = 0.0
     if hf.family.is_latent:
         attention = 2 * queries + keys + lengths["keys_and_values"] + lengths["outputs"]
         latent = 2 * (lengths["query_rank"] + lengths["key_rank_and_rotary"]) / token_ranks
+    linear: float = (
+        4 * (lengths["linear_keys"] + lengths["linear_values"]) + lengths["linear_values"]
+    )
+    linear += lengths["linear_gates"] + _CHUNK * lengths["linear_heads"]
+    share_of_linear = 1 - len(hf.attention_layers) / hf.num_hidden_layers
+    attention += share_of_linear * (linear - attention)
     kept_input = hidden / token_ranks
     # layers of a kind are alike; a stage with both kinds counts as the larger one
     mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))

@@ -89,8 +89,8 @@ class SimulatedEngine:
 
     @property
     def context(self) -> float:
-        """Tokens in the cache."""
-        return self._constant + self._running * self._steps
+        """Tokens in the cache; a recurrent state counts as those of its size."""
+        return self._constant + self._running * (self._steps + self._law.state_tokens)
 
     @property
     def has_room(self) -> bool:
@@ -143,7 +143,8 @@ class SimulatedEngine:
     def stall(self, seconds: float, *, recomputes: bool = False) -> None:
         """Pause; with ``recomputes`` compute all keys and values again."""
         if recomputes:
-            seconds += self.context * self._law.prefill_s
+            cached = self.context - self._running * self._law.state_tokens
+            seconds += cached * self._law.prefill_s
         self.debt_s += seconds
 
     def adopt(self, step: int) -> None:
@@ -258,7 +259,8 @@ class SimulatedEngine:
         while self._waiting:
             one = self._waiting[0]
             done = -one.began
-            needed = self.context + one.prompt + done + _FREED_STEPS * (self._running + 1)
+            needed = self.context + self._law.state_tokens + one.prompt + done
+            needed += _FREED_STEPS * (self._running + 1)
             if self._running and needed > most:
                 break
             self._waiting.popleft()

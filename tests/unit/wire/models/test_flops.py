@@ -9,6 +9,7 @@ from slipstream.wire.models.flops import (
     peak_tflops_of,
 )
 from slipstream.wire.models.hf_config import HfConfig
+from tests.support.planned import shape_of
 
 QWEN2_5_HALF_B = HfConfig(
     model_type="qwen2",
@@ -49,6 +50,16 @@ def test_operations_are_those_of_all_products_of_a_sequence_forward_and_backward
     pairs = 14 * (product(tokens, head, tokens) + product(tokens, tokens, head))
     forward = 24 * (projections + pairs / 2) + product(tokens, hidden, hf.vocab_size)
     assert SequenceCost.of(hf).flops(tokens) == pytest.approx(3 * forward, rel=1e-12)
+
+
+def test_linear_attention_costs_the_same_for_every_token():
+    hf = shape_of("Qwen3.5-4B")
+    cost, tokens = SequenceCost.of(hf), 4096
+    pairs = 16 * 2 * (2 * tokens * 256 * tokens)
+    assert cost.quadratic * tokens**2 == pytest.approx(3 * 8 * pairs / 2)
+    # A head of values reads its state twice, [128, 128], and adds a product of two vectors.
+    states = 24 * 32 * 3 * (2 * 128 * 128)
+    assert cost.linear == pytest.approx(6 * num_multiplied_parameters(hf) + 3 * states)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():

@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.deploy.predict.laws.engine_law import EngineLaw, engine_law
 from slipstream.deploy.predict.laws.gpus import gpu_named
-from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token, kv_copies
+from slipstream.deploy.predict.memory.gpu import kv_bytes_per_token, kv_copies, state_bytes
 from slipstream.wire.models.flops import num_multiplied_parameters
 from tests.support.planned import H100, shape_of
 
@@ -52,6 +52,16 @@ def test_more_ranks_than_heads_of_keys_keep_copies_that_each_reads():
     assert eight.max_cached_tokens / four.max_cached_tokens == pytest.approx(
         pools[1] / (2 * pools[0])
     )
+
+
+def test_a_recurrent_state_takes_the_room_of_tokens_and_keys_lie_in_few_layers():
+    hf = shape_of("Qwen3.5-35B-A3B")
+    assert kv_bytes_per_token(hf) == 2 * 10 * 2 * 256 * 2
+    state = 30 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))
+    assert state_bytes(hf) == state
+    law = engine_law(hf, H100, ranks=2)
+    assert law.state_tokens == pytest.approx(state / kv_bytes_per_token(hf))
+    assert engine_law(HF, H100, ranks=2).state_tokens == 0.0
 
 
 def test_latent_attention_has_no_heads_to_divide():

@@ -42,6 +42,22 @@ def test_ends_are_those_of_single_steps():
     assert (engine.num_sequences, engine.context) == (0, 0.0)
 
 
+def test_a_recurrent_state_is_read_with_every_token_and_takes_its_room():
+    law = replace(LAW, state_tokens=300.0, max_cached_tokens=1600.0)
+    engine = SimulatedEngine(law, "e", 0, 0.0)
+    engine.admit(7, 1, 50, {0: 40})
+    assert engine.context == 350.0
+    (end_s,) = ends(engine).values()
+    reads = 40 * 300.0 * law.context_s
+    assert end_s == pytest.approx(stepped(LAW, 50, {0: 40})[0] + reads, rel=1e-3)
+    for group in range(4):  # a fifth of the cache each, and a tenth is spare
+        engine.admit(group, group, 20, {0: 400})
+    assert engine.num_sequences == 4
+    assert engine.context == pytest.approx(4 * 320.0)
+    engine.admit(9, 9, 20, {0: 400})
+    assert engine.context == pytest.approx(4 * 320.0)
+
+
 def test_looking_in_between_changes_nothing():
     once, often = (SimulatedEngine(LAW, "e", 0, 0.0) for _ in range(2))
     for engine in (once, often):
