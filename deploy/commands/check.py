@@ -28,7 +28,12 @@ from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.preflight.check.facts import Fact, HostReport, exit_code, fail
 from slipstream.deploy.preflight.check.meeting import FirstHost, answer_first_host
 from slipstream.deploy.preflight.check.places import NODE_PROGRAM, local_posts
-from slipstream.deploy.preflight.check.run_folder import judge_folder, judge_roles, see_folder
+from slipstream.deploy.preflight.check.run_folder import (
+    judge_folder,
+    judge_listed,
+    judge_roles,
+    see_folder,
+)
 from slipstream.deploy.preflight.check.survey import survey
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -113,11 +118,14 @@ def check(
     Raises:
         StopRequestedError: one of them came.
     """
+    known = list[Fact]()
     try:
-        config = run_config(load_table(path, overrides))
+        table = load_table(path, overrides)
+        known = judge_listed(table.get("run", {}))
+        config = run_config(table)
     except ConfigError as error:
-        return [_report([fail("settings", str(error))])]
-    return look_at(config, [judge_folder(see_folder(config.run))], place, signals, meets)
+        return [_report([*known, fail("settings", str(error))])]
+    return look_at(config, [*known, judge_folder(see_folder(config.run))], place, signals, meets)
 
 
 def look_at(

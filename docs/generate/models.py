@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from slipstream.wire.models.config_keys import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL
 from slipstream.wire.models.families.registry import FAMILIES
-from slipstream.wire.models.families.tables import Family
+from slipstream.wire.models.families.tables import Family, Table
 from slipstream.wire.models.hf_config import ROPE_RULES
+from slipstream.wire.models.shelf import shelf
 from tests.support.family_models import IN_MAKE_TEST, MODELS
 from tests.support.shelf import SHELF
 
@@ -39,7 +40,7 @@ Every tiny model is random, of three layers, written by transformers, and passes
   pipeline and expert parallelism of 2 and their product.
 
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
-layout for `qwen2`, `qwen3`, `qwen3_moe` and `deepseek_v3` (`pytest
+layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3` and those with gated delta networks (`pytest
 tests/integration/test_layouts.py`). A
 whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
 (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
@@ -71,7 +72,7 @@ refused, too (docs/adr/0060).
 
 - A key that is not above, not in the lists below, and not null: by its name, because it may change
   what the model computes. Delete it if it does not.
-- Another value than these, in every family: {fixed}; `layer_types` other than `full_attention`.
+- Another value than these, in every family: {fixed}; `layer_types` other than the family has.
 - `rope_scaling` or `rope_parameters` of another kind than {rope}, and keys of them that the rule
   does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
   neither.
@@ -92,6 +93,11 @@ Left out, with a line in the learner's log: layers that predict further tokens
 bias (`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
 
 Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
+"""
+_SHELF = """## Models by name
+
+What `slipstream check` answers for these names of the Hugging Face hub before anything is fetched
+(`wire/models/shelf.json`); of other names config.json decides.
 """
 
 
@@ -116,6 +122,12 @@ def reference() -> str:
             fixed=fixed, rope=rope, ignored=_names(IGNORED_KEYS), ignored_of_families=of_families
         )
     )
+    lines += [_SHELF, "| model | `model_type` | parameters | |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | `{one.model_type}` | {f'{one.billions:g} B' if one.billions else '-'} | "
+        f"{one.why or 'trains'} |"
+        for name, one in shelf().items()
+    ]
     return "\n".join(lines)
 
 
@@ -138,15 +150,26 @@ def _attention(family: Family) -> str:
             ("grouped queries", not family.is_latent),
             ("bias", "self_attention.linear_qkv.bias" in family.layer),
             ("bias by attention_bias", "attention_bias" in options),
-            ("queries and keys normalized", "self_attention.k_layernorm.weight" in family.layer),
+            (
+                "queries and keys normalized",
+                any("self_attention.k_layernorm.weight" in table for table in _of_all(family)),
+            ),
             ("queries and keys normalized by use_qk_norm", "use_qk_norm" in options),
             ("neighbors turn", family.turns_pairs),
+            ("gate of the output", family.gates_attention),
+            ("gated delta networks between", any(kind.is_linear for kind in family.kinds.values())),
+            ("a quarter of a head turns", family.defaults.get("partial_rotary_factor") == 0.25),
             ("half of a head turns", family.defaults.get("partial_rotary_factor") == 0.5),
             ("norms after attention and MLP", "mlp_bda.norm.weight" in family.layer),
         )
         if holds
     )
     return ", ".join(traits)
+
+
+def _of_all(family: Family) -> Iterator[Table]:
+    """Yield the tables of all layers and of each kind."""
+    yield from (family.layer, *(kind.layer for kind in family.kinds.values()))
 
 
 def _experts(family: Family) -> str:

@@ -38,7 +38,7 @@ def folder_of(root: Path, name: str) -> Path:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a folder of each model."""
     root = tmp_path_factory.mktemp("shelf") / "models"
-    for name, (_, config) in SHELF.items():
+    for name, (_, config, _) in SHELF.items():
         folder_of(root, name).mkdir(parents=True)
         (folder_of(root, name) / "config.json").write_text(json.dumps(config | LEFT_BEHIND))
     return root

@@ -14,10 +14,11 @@ def main(folder: str) -> None:
     found: dict[str, object] = {}
     for path in sorted(Path(folder).iterdir()):
         config = AutoConfig.from_pretrained(path)
+        whole_config, config = config, config.get_text_config()
         rope = config.rope_parameters
         found[path.name] = {
             "hidden": config.hidden_size,
-            "inner": config.intermediate_size,
+            "inner": getattr(config, "intermediate_size", 0),
             "layers": config.num_hidden_layers,
             "heads": config.num_attention_heads,
             "groups": config.num_key_value_heads,
@@ -31,10 +32,10 @@ def main(folder: str) -> None:
             "turning": rope.get("partial_rotary_factor", 1.0),
             "chosen": getattr(config, "num_experts_per_tok", 0),
         }
-        config.save_pretrained(Path(f"{folder}-written") / path.name)
+        whole_config.save_pretrained(Path(f"{folder}-written") / path.name)
         whole = Path(f"{folder}-whole") / path.name
         whole.mkdir(parents=True)
-        config.to_json_file(whole / "config.json", use_diff=False)
+        whole_config.to_json_file(whole / "config.json", use_diff=False)
     found["of generation"] = sorted(GenerationConfig().to_dict())
     sys.stdout.write(json.dumps(found))
 

@@ -15,6 +15,7 @@ class Published(NamedTuple):
 
     billions: float  # parameters
     config: Config
+    within: float = 0.005  # share of them that this count may be off: of a name, more
 
 
 def _sizes(
@@ -254,6 +255,70 @@ def _glm_moe(*sizes: int, inner: int, **more: Any) -> Config:  # noqa: ANN401 JS
 
 _LONG_BASE = {"eos_token_id": 151643, "max_position_embeddings": 131072, "sliding_window": 131072}
 _LLAMA_8B, _QWEN_7B = (4096, 14336, 32, 32, 8, 128256), (3584, 18944, 28, 28, 4, 152064)
+
+
+def _hybrid(
+    hidden: int, layers: int, heads: int, groups: int, vocabulary: int, values: int = 32
+) -> Config:
+    return {
+        **_sizes(hidden, 0, layers, heads, groups, vocabulary),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-06,
+    }
+
+
+# Sizes as in scripts/models of THUDM/slime and in docs of transformers 5.19; other keys as
+# config.json of a Qwen3.5-27B is printed in a report on its quantization.
+def _qwen3_5(*sizes: int, inner: int, tied: bool) -> Config:
+    text = _hybrid(*sizes) | {"intermediate_size": inner}
+    return _with_pictures("qwen3_5", text, tied=tied)
+
+
+def _qwen3_5_moe(*sizes: int, inner: int, chosen: int, experts: int) -> Config:
+    text = _hybrid(*sizes) | {
+        "moe_intermediate_size": inner,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "shared_expert_intermediate_size": inner,
+    }
+    del text["intermediate_size"]
+    return _with_pictures("qwen3_5_moe", text, tied=False)
+
+
+def _with_pictures(model_type: str, text: Config, *, tied: bool) -> Config:
+    more = {
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "model_type": f"{model_type}_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": tied,
+    }
+    return {
+        "image_token_id": 248056,
+        "model_type": model_type,
+        "text_config": text | more,
+        "tie_word_embeddings": tied,
+        "vision_config": {"model_type": model_type},
+    }
+
+
 SHELF: dict[str, Published] = {
     "meta-llama/Llama-2-7b-hf": Published(
         6.74, _llama(4096, 11008, 32, 32, 32, 32000, theta=None, max_position_embeddings=4096)
@@ -392,4 +457,71 @@ SHELF: dict[str, Published] = {
         _glm_moe(5120, 12288, 92, 96, 8, 151552, inner=1536, n_routed_experts=160)
         | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True},
     ),
+    # What these count is not published without the encoder of pictures: names round it.
+    "Qwen/Qwen3.5-0.8B": Published(
+        0.8, _qwen3_5(1024, 24, 8, 2, 248320, 16, inner=3584, tied=True), 0.07
+    ),
+    "Qwen/Qwen3.5-4B": Published(
+        4.0, _qwen3_5(2560, 32, 16, 4, 248320, inner=9216, tied=True), 0.07
+    ),
+    "Qwen/Qwen3.5-9B": Published(
+        9.0, _qwen3_5(4096, 32, 16, 4, 248320, inner=12288, tied=False), 0.07
+    ),
+    "Qwen/Qwen3.5-27B": Published(
+        27.0, _qwen3_5(5120, 64, 24, 4, 248320, 48, inner=17408, tied=False), 0.07
+    ),
+    "Qwen/Qwen3.6-27B": Published(
+        27.0, _qwen3_5(5120, 64, 24, 4, 248320, 48, inner=17408, tied=False), 0.07
+    ),
+    "Qwen/Qwen3.5-35B-A3B": Published(
+        35.0, _qwen3_5_moe(2048, 40, 16, 2, 248320, inner=512, chosen=8, experts=256), 0.07
+    ),
+    "Qwen/Qwen3.6-35B-A3B": Published(
+        35.0, _qwen3_5_moe(2048, 40, 16, 2, 248320, inner=512, chosen=8, experts=256), 0.07
+    ),
+    "Qwen/Qwen3.5-397B-A17B": Published(
+        397.0, _qwen3_5_moe(4096, 60, 32, 2, 248320, 64, inner=1024, chosen=10, experts=512), 0.07
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
+        80.0,
+        _hybrid(2048, 48, 16, 2, 151936)
+        | {
+            "decoder_sparse_step": 1,
+            "intermediate_size": 5120,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_next",
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+        },
+        0.07,
+    ),
+}
+# model_type of config.json of models that are refused, and what of them is not computed.
+REFUSED = {
+    "allenai/Olmo-3-7B-Instruct": ("olmo3", "norms lie after attention and MLP alone"),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": ("seed_oss", "its attention's biases are not known"),
+    "deepseek-ai/DeepSeek-V3.2": ("deepseek_v32", "attention to chosen tokens alone (DSA)"),
+    "google/gemma-3-1b-it": ("gemma3_text", "two rotary bases, and norms of another form"),
+    "google/gemma-3-27b-it": ("gemma3", "two rotary bases, and norms of another form"),
+    "google/gemma-4-31B-it": ("gemma4", "heads of two sizes, and layers that share keys"),
+    "HuggingFaceTB/SmolLM3-3B": ("smollm3", "every fourth layer has no rotary embedding"),
+    "ibm-granite/granite-4.0-h-small": ("granitemoehybrid", "layers of Mamba-2"),
+    "LiquidAI/LFM2-8B-A1B": ("lfm2_moe", "layers of short convolutions alone"),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ("llama4", "attention within chunks of a text"),
+    "microsoft/phi-4": ("phi3", "queries, keys and values are one tensor of another order"),
+    "MiniMaxAI/MiniMax-M2": ("minimax_m2", "norms over all heads of queries and of keys"),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", "its family has no table"),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": ("mistral3", "its family has no table"),
+    "moonshotai/Kimi-K2-Instruct": ("kimi_k2", "its family has no table"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("nemotron_h", "layers of Mamba-2"),
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": ("qwen3_omni_moe", "it hears and sees"),
+    "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", "pictures in prompts"),
+    "zai-org/GLM-4.7-Flash": ("glm4_moe_lite", "its family has no table"),
+    "zai-org/GLM-5": ("glm_moe_dsa", "attention to chosen tokens alone (DSA)"),
 }

@@ -32,6 +32,7 @@ from slipstream.wire.models.model_files import (
     refuse_pointers,
     weight_names,
 )
+from slipstream.wire.models.shelf import refuse_listed
 from slipstream.wire.models.tokenizer_conversion import convert_tokenizer, written_otherwise
 from slipstream.wire.redaction import without_secrets
 
@@ -79,6 +80,7 @@ def found_model(fetch: Fetch, *, with_weights: bool) -> Path:
     if is_url(fetch.url):
         return fetched_model(fetch, with_weights=with_weights)
     if is_hub_name(fetch.url, fetch.expected):
+        refuse_listed(fetch.url, fetch.setting)
         return hub_model(fetch, with_weights=with_weights)
     return Path(fetch.url)
 

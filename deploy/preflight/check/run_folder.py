@@ -1,4 +1,4 @@
-"""The name and folder of a run, and the names of its processes."""
+"""The name and folder of a run, its model's name, and the names of its processes."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -8,10 +8,13 @@ from pathlib import Path
 from slipstream.deploy.config import DeploySection, free_name, nearest_folder
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
+from slipstream.wire.files.fetched import is_hub_name
 from slipstream.wire.files.run_folder import RUN_LOCK, TRAIL
+from slipstream.wire.models.shelf import shelf
 from slipstream.wire.process.processes import is_locked
 from slipstream.wire.settings.sections import RunSection
 
+_MODEL = "run.model"
 KINDS = ("broker", "generator", "learner", "reward-worker")
 
 
@@ -26,6 +29,22 @@ class SeenFolder:
     step: int | None  # step of the newest checkpoint; None without one
     has_ledger: bool
     unwritable: str = ""  # required folder that cannot be written; else empty
+
+
+def judge_listed(run: Mapping[str, object]) -> list[Fact]:
+    """Return that a model of the hub can be trained, by its name, before anything is fetched.
+
+    Args:
+        run: The table [run], as it is written.
+    """
+    name = run.get("model")
+    if not isinstance(name, str) or not is_hub_name(name):
+        return []
+    found = shelf().get(name)
+    if found is None or found.why:  # the latter is refused with the settings
+        return []
+    size = f"{found.billions:g} billion parameters"
+    return [ok("model", f"{name} is known: {found.model_type}, {size}, can be trained", _MODEL)]
 
 
 def see_folder(run: RunSection) -> SeenFolder:
