@@ -11,7 +11,7 @@ compile() { # OUTPUT ARGUMENTS...
 }
 extras() { printf -- '--extra %s ' "$@"; }
 
-learner=$(extras learner cluster redis-server storage flash-4)
+learner=$(extras learner cluster redis-server storage flash-4 linear-attention)
 generator=$(extras generators data rewards sandbox storage)
 build=$PWD/.cache/locks
 mkdir -p "$build"

@@ -29,7 +29,7 @@ PLATFORM = ("--python-platform", "x86_64-manylinux_2_35")
 CPU = (os.fspath(DEPLOY / "setup" / "requirements-cpu.txt"), "torch", "torchvision")
 NODEPS = ("--no-deps", os.fspath(DEPLOY / "setup" / "requirements-cpu-nodeps.txt"))
 GPU_EXTRAS = (
-    *("learner", "cluster", "redis-server", "storage", "flash-4"),
+    *("learner", "cluster", "redis-server", "storage", "flash-4", "linear-attention"),
     *("generators", "data", "rewards", "sandbox"),
 )
 GPU = (os.fspath(ROOT / "pyproject.toml"), *(f"--extra={name}" for name in GPU_EXTRAS))

@@ -55,7 +55,7 @@ GENERATOR = ["generators", "data", "rewards", "sandbox", "storage"]
 @pytest.mark.parametrize(
     ("kind", "extras", "python"),
     [
-        ("gpu-learner", [*LEARNER, "flash-4"], "3.12"),
+        ("gpu-learner", [*LEARNER, "flash-4", "linear-attention"], "3.12"),
         ("gpu-generator", GENERATOR, "3.12"),
         *(("cpu", LEARNER + GENERATOR, python) for python in PYTHONS),
     ],

@@ -1,6 +1,8 @@
 """The gated delta rule in chunks is the one that is written down token by token."""
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor
 
 from slipstream.learner.model.linear_attention.delta_rule import (
     Chunks,
+    delta_rule_on_gpu,
     gated_delta_rule,
+    kernel_trouble,
     short_convolution,
 )
 
@@ -97,3 +101,37 @@ def test_the_convolution_sees_its_own_sequence_alone():
         padded = torch.nn.functional.pad(part.T, (taps - 1, 0))
         expected = conv(padded, weight.unsqueeze(1), groups=6).T
         torch.testing.assert_close(got, torch.nn.functional.silu(expected))
+
+
+def test_kernels_get_sequences_end_to_end_and_what_they_return_has_the_heads_shape(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The kernels' documented form stands in for them: one batch, heads flat, bounds in int64."""
+    given = inputs(sum(LENGTHS))
+    bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, None]:
+        count, heads = sum(LENGTHS), KEYS * VALUES
+        assert (q.shape, k.shape) == ((1, count, KEYS, KEY_SIZE),) * 2
+        assert (v.shape, g.shape) == ((1, count, heads, VALUE_SIZE), (1, count, heads))
+        assert (beta.shape, cu_seqlens.dtype) == ((1, count, heads), torch.int64)
+        assert use_qk_l2norm_in_kernel
+        by_key = (one[0].unflatten(1, (KEYS, VALUES)) for one in (v, g, beta))
+        chunks = Chunks.of(cu_seqlens.diff().tolist(), CPU)
+        return gated_delta_rule(q[0], k[0], *by_key, chunks).flatten(1, 2)[None], None
+
+    module = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    assert "fla" in kernel_trouble()
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    assert kernel_trouble() == ""
+    found = delta_rule_on_gpu(*given, bounds)
+    assert found.equal(gated_delta_rule(*given, Chunks.of(LENGTHS, CPU)))
