@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.generators.sglang import cpu_linear_attention
+
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 _LOGITS = "sglang.srt.layers.logits_processor"
@@ -42,6 +44,7 @@ def prepare() -> None:
     module.__path__ = []
     module.__dict__["__getattr__"] = missing
     sys.modules["sgl_kernel"] = module
+    sys.modules.update(cpu_linear_attention.offer(module))
 
 
 @contextmanager

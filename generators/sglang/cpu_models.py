@@ -12,6 +12,8 @@ LATENT_BACKENDS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ROTARY = "sglang.srt.layers.rotary_embedding.factory"
 QWEN2_MOE = "sglang.srt.models.qwen2_moe"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_native"
+GATED_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
+FUSED_GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 
 
 def attend_to_latents(module: ModuleType) -> None:
@@ -112,3 +114,60 @@ def gate_shared_experts(module: ModuleType) -> None:
             final_hidden_states.add_(gate * shared_output)
 
     replace(module, "fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add)
+
+
+def norm_with_gate(module: ModuleType) -> None:
+    """Compute the gated norm of Qwen3.5's linear attention in torch if Triton cannot run.
+
+    Without Intel's extension a CPU is given the Triton kernel (fla/layernorm_gated.py:529). Remove
+    when it has another form.
+    """
+    from slipstream.generators.sglang.cpu_linear_attention import gated_norm  # torch, as above
+
+    kernel = module.layernorm_fn
+
+    def layernorm_fn(
+        x: Any,  # noqa: ANN401
+        weight: Any,  # noqa: ANN401
+        bias: Any,  # noqa: ANN401
+        z: Any = None,  # noqa: ANN401
+        eps: float = 1e-6,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        is_rms_norm: bool = False,
+        activation: str = "swish",
+    ) -> Any:  # noqa: ANN401
+        if x.is_cuda:
+            place = eps, group_size, norm_before_gate, is_rms_norm, activation
+            return kernel(x, weight, bias, z, *place)
+        return gated_norm(x, weight, z, eps, activation)
+
+    replace(module, "layernorm_fn", layernorm_fn)
+
+
+def norm_with_fused_gate(module: ModuleType) -> None:
+    """Compute the gated norm of Qwen3-Next in torch if Triton cannot run.
+
+    Without Intel's extension a CPU is given the Triton kernel (fla/fused_norm_gate.py:451). Remove
+    when it has another form.
+    """
+    from slipstream.generators.sglang.cpu_linear_attention import gated_norm  # torch, as above
+
+    kernel = module.rms_norm_gated
+
+    def rms_norm_gated(
+        x: Any,  # noqa: ANN401
+        g: Any,  # noqa: ANN401
+        weight: Any,  # noqa: ANN401
+        bias: Any,  # noqa: ANN401
+        activation: str = "swish",
+        residual: Any = None,  # noqa: ANN401
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+        eps: float = 1e-6,
+    ) -> Any:  # noqa: ANN401
+        if x.is_cuda:
+            return kernel(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
+        return gated_norm(x, weight, g, eps, activation)
+
+    replace(module, "rms_norm_gated", rms_norm_gated)

@@ -118,6 +118,8 @@ def install() -> None:
         cpu_models.QWEN2_MOE: cpu_models.gate_shared_experts,
         _FP8: _correct_fp8,
         cpu_models.EXPERTS: cpu_models.leave_out_far_experts,
+        cpu_models.GATED_NORM: cpu_models.norm_with_gate,
+        cpu_models.FUSED_GATED_NORM: cpu_models.norm_with_fused_gate,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}

@@ -46,6 +46,7 @@ _NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # a missing file: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _FUSED_EXPERTS = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"  # lays gate and up out anew
+_CONVOLVED = "SGLANG_MAMBA_CONV_DTYPE"  # by itself bfloat16, whatever the weights are in
 _KEEP_ALIVE = "SGLANG_TIMEOUT_KEEP_ALIVE"
 SERVER_KEEPS_S = 3600  # time after which a server closes an idle connection, even under a request
 _TIES = 64  # room beyond the limit: a kernel keeps all tokens that are as likely as the last
@@ -214,6 +215,7 @@ def environment_of(
     # Longer than a client may stand still between taking a connection and asking; SGLang has 5 s.
     environment[_KEEP_ALIVE] = str(SERVER_KEEPS_S)
     environment[_FUSED_EXPERTS] = "0"
+    environment[_CONVOLVED] = settings.dtype
     environment[ADAPTERS_VARIABLE] = str(int(settings.lora.is_named))
     environment[SHADOW_VARIABLE] = str(_shadows(settings))
     # Its ranks find each other through a file in the private folder. By itself SGLang opens a store

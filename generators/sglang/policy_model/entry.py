@@ -26,11 +26,12 @@ def classes_named(architecture: str, package: str = _MODELS) -> list[type]:
     folder = Path(importlib.import_module(package).__path__[0])
     definition = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)
     found = [path for path in folder.glob("*.py") if definition.search(path.read_text("utf-8"))]
-    if len(found) != 1:
-        return []
-    offered = getattr(importlib.import_module(f"{package}.{found[0].stem}"), "EntryClass", [])
-    classes = offered if isinstance(offered, list) else [offered]
-    return [model for model in classes if model.__name__ == architecture]
+    classes: list[type] = []
+    for path in found:  # Qwen3.5's body has the name of the model around it
+        offered = getattr(importlib.import_module(f"{package}.{path.stem}"), "EntryClass", [])
+        classes += offered if isinstance(offered, list) else [offered]
+    named = [model for model in classes if model.__name__ == architecture]
+    return named if len(named) == 1 else []
 
 
 EntryClass = classes_named(os.environ.get(ARCHITECTURE_VARIABLE, ""))  # noqa: TID251 spawned
