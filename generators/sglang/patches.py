@@ -65,6 +65,7 @@ _MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
 _REASONING_PARSERS = "sglang.srt.parser.reasoning_parser"
+_HYBRID = "sglang.srt.configs.qwen3_next"
 _SESSIONS = "sglang.srt.mem_cache.unified_cache.session_ref_tracker"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -111,6 +112,7 @@ def install() -> None:
         _TOKENIZER: adoption.adopt_in_tokenizer,
         _HTTP_SERVER: _freeze_nothing,
         _SESSIONS: keep_sessions,
+        _HYBRID: take_listed_layers,
         _TOOL_PARSERS: keep_every_character,
         _REASONING_PARSERS: cut_at_marks,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
@@ -538,6 +540,31 @@ def keep_sessions(module: ModuleType) -> None:
 
     replace(tracker, "reset", reset)
     replace(tracker, "ensure_session_generation", ensure_session_generation)
+
+
+def take_listed_layers(module: ModuleType) -> None:
+    """Give hybrid models the kinds of layers that their config.json lists.
+
+    SGLang counts them by ``full_attention_interval``, which transformers 5 does not write, and
+    ignores ``layer_types``. Remove when it reads the list.
+    """
+    config = module.Qwen3NextConfig
+    begin, counted = config.__init__, config.layers_block_type.fget
+
+    def __init__(self: Any, *given: Any, layer_types: Any = None, **named: Any) -> None:  # noqa: ANN401, N807
+        self.listed_layers = [
+            "attention" if kind == "full_attention" else kind for kind in layer_types or ()
+        ]
+        first = [*self.listed_layers, "attention"].index("attention")
+        begin(self, *given, **({"full_attention_interval": first + 1} if layer_types else {}) | named)
+
+    def layers_block_type(self: Any) -> Any:  # noqa: ANN401
+        # A draft has fewer layers.
+        is_listed = len(self.listed_layers) == self.num_hidden_layers
+        return self.listed_layers if is_listed else counted(self)
+
+    replace(config, "__init__", __init__)
+    replace(config, "layers_block_type", property(layers_block_type))
 
 
 def _keep_seeds(module: ModuleType) -> None:

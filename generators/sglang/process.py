@@ -26,9 +26,9 @@ from slipstream.generators.sglang.log_noise import LEFT_OUT_FILE, counted, told
 from slipstream.generators.sglang.start_order import (
     HOST,
     EngineNode,
-    engine_folder,
     environment_of,
     free_port,
+    model_flags,
     random_api_key,
     server_flags,
 )
@@ -115,9 +115,7 @@ class SglangProcess:
         flags = server_flags(
             settings, port=port, api_key=api_key, seed_of=name, node=node, defaults=defaults
         )
-        folder = engine_folder(settings.model, scratch, is_fp8=settings.weightbus.is_fp8)
-        if folder is not None:
-            flags |= {"model_path": str(folder), "load_format": "dummy"}
+        flags |= model_flags(settings.model, scratch, is_fp8=settings.weightbus.is_fp8)
         order = {"parent_pid": os.getpid(), "device": settings.device, "flags": flags}
         passed = () if store is None else (store.fileno(),)
         if store is not None and node is not None:

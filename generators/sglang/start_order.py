@@ -129,32 +129,43 @@ def described(settings: GeneratorSettings, name: str) -> list[str]:
     ]
 
 
-def engine_folder(model: Path, scratch: Path, *, is_fp8: bool = False) -> Path | None:
-    """Return a folder with the quantization of published weights; None if the model's has it.
+def model_flags(model: Path, scratch: Path, *, is_fp8: bool = False) -> dict[str, Flag]:
+    """Return what names the model of an engine that must not read the run's folder as it is.
 
     The learner dequantizes the weights that it loads, and publishes them as settings say, whatever
-    the model's folder has. An engine of another folder begins with dummy weights: it answers
-    nothing before its first version.
+    the model's folder has. An engine of another quantization begins with dummy weights: it answers
+    nothing before its first version. Of a model that also sees, an engine has the language model
+    alone, as the learner has.
+
+    Args:
+        model: Folder of the model.
+        scratch: Private folder of the server, for a folder with another config.json.
+        is_fp8: True if weights are published in fp8.
     """
     try:
         config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
-        return None  # SGLang reports the error
+        return {}  # SGLang reports the error
     if not isinstance(config, dict):
-        return None
+        return {}
     had = config.pop("quantization_config", None)
     if is_fp8:
         config["quantization_config"] = quantization_config()
-    elif had is None:
-        return None
+    sees = "vision_config" in config
+    if sees:
+        config["language_model_only"] = True
+    is_requantized = is_fp8 or had is not None
+    if not is_requantized and not sees:
+        return {}
     folder = scratch / "model"
     folder.mkdir()
     for path in model.iterdir():
-        if path.suffix != ".safetensors" and path.is_file():
+        if path.is_file() and not (is_requantized and path.suffix == ".safetensors"):
             (folder / path.name).symlink_to(path.resolve())
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    flags: dict[str, Flag] = {"model_path": str(folder)}
+    return flags | ({"load_format": "dummy"} if is_requantized else {})
 
 
 def _adapter_flags(settings: GeneratorSettings) -> dict[str, Flag]:

@@ -58,10 +58,10 @@ FP8: dict[str, object] = {"precision": "fp8"}
 def test_an_engine_in_fp8_is_started_from_a_folder_that_says_so(tmp_path: Path):
     model, scratch = shape_folder("Qwen3-30B-A3B"), tmp_path / "scratch"
     scratch.mkdir()
-    assert start_order.engine_folder(model, scratch) is None
-    folder = start_order.engine_folder(model, scratch, is_fp8=True)
-    assert folder is not None
-    config = json.loads((folder / "config.json").read_text())
+    assert start_order.model_flags(model, scratch) == {}
+    flags = start_order.model_flags(model, scratch, is_fp8=True)
+    assert flags == {"model_path": str(scratch / "model"), "load_format": "dummy"}
+    config = json.loads((scratch / "model/config.json").read_text())
     quantization = config.pop("quantization_config")
     assert quantization["weight_block_size"] == [128, 128]
     assert config == json.loads((model / "config.json").read_text())
@@ -74,6 +74,19 @@ def test_an_engine_in_fp8_is_started_from_a_folder_that_says_so(tmp_path: Path):
             weightbus=FP8,
             generators={"sglang": {"fp8_gemm_runner_backend": "cutlass"}},
         )
+
+
+def test_an_engine_of_a_model_that_also_sees_has_its_language_model(tmp_path: Path):
+    model, scratch = tmp_path / "model", tmp_path / "scratch"
+    for folder in (model, scratch):
+        folder.mkdir()
+    config = {"model_type": "qwen3_5", "vision_config": {}, "text_config": {"num_hidden_layers": 4}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").write_bytes(b"weights")
+    assert start_order.model_flags(model, scratch) == {"model_path": str(scratch / "model")}
+    written = json.loads((scratch / "model/config.json").read_text())
+    assert written == config | {"language_model_only": True}
+    assert (scratch / "model/model.safetensors").read_bytes() == b"weights"
 
 
 @pytest.mark.parametrize(
