@@ -8,7 +8,7 @@ H heads of values (several share a head of keys), K channels of a key, V of a va
 """
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,9 @@ def offer(package: types.ModuleType) -> dict[str, types.ModuleType]:
         package: Stand-in for ``sgl_kernel``.
     """
     mamba = types.ModuleType(f"{package.__name__}.mamba")
-    for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
-        setattr(mamba, function.__name__, function)
-    for function in _OPERATORS:
-        setattr(torch.ops.sgl_kernel, function.__name__, function)
+    mamba.__dict__.update(_MAMBA)
+    for name, operator in _OPERATORS.items():
+        setattr(torch.ops.sgl_kernel, name, operator)
     return {mamba.__name__: mamba}
 
 
@@ -59,13 +58,15 @@ def causal_conv1d_fn_cpu(
     del query_start_loc  # of sequences without padding
     kept = conv_states.shape[-1]
     rows = torch.where(has_initial_state[:, None, None], conv_states[cache_indices].float(), 0.0)
-    tokens = x.T.float().split(list(seq_lens_cpu))
+    tokens = torch.split(x.T.float(), list(seq_lens_cpu))
     # Each sequence after the tokens before it.
     parts = [part for pair in zip(rows.transpose(1, 2), tokens, strict=True) for part in pair]
     lengths = torch.tensor(seq_lens_cpu)
     places = torch.arange(x.shape[1]) + kept * torch.arange(len(lengths)).repeat_interleave(lengths)
     laid = torch.cat(parts)
-    total = sum(laid[places + tap] * weight[:, tap].float() for tap in range(weight.shape[1]))
+    total = torch.zeros_like(x.T, dtype=torch.float32)
+    for tap in range(weight.shape[1]):
+        total += laid[places + tap] * weight[:, tap].float()
     ends = lengths.cumsum(0) + kept * torch.arange(len(lengths))
     last = laid[ends[:, None] + torch.arange(kept)].transpose(1, 2)
     conv_states[cache_indices] = last.to(conv_states.dtype)
@@ -102,8 +103,8 @@ def chunk_gated_delta_rule_cpu(
 ) -> tuple[Tensor, None, None]:
     """Return what new tokens read from their states, [1, T, H, V] (kernels/gdn_triton.py:30).
 
-    It goes token by token through all sequences at once. States at the ends of chunks, which SGLang
-    asks for with a buffer for them alone (never on a CPU, arg_groups/mamba_hook.py:112), are None.
+    All sequences take a token at a time. There are no states at the ends of chunks, for which
+    SGLang asks only where it keeps them besides (never on a CPU, arg_groups/mamba_hook.py:102).
 
     Args:
         q: Queries, [1, T, heads of keys, K].
@@ -115,10 +116,10 @@ def chunk_gated_delta_rule_cpu(
         cu_seqlens: First token of each sequence and the end of the last, [B + 1].
         head_first: Another layout; never asked for.
         use_qk_l2norm_in_kernel: Queries and keys get length 1; always asked for.
-        initial_state_indices: Slots, [B]; an unused slot is zero.
+        initial_state_indices: Slots, [B]; SGLang sets a new one to zero.
     """
-    assert use_qk_l2norm_in_kernel
-    assert not head_first
+    if head_first or not use_qk_l2norm_in_kernel:
+        raise NotImplementedError("another layout of gated delta networks")
     heads = v.shape[2] // k.shape[2]
     queries, keys = (_unit(one[0]).repeat_interleave(heads, dim=1) for one in (q, k))
     queries = queries * q.shape[-1] ** -0.5
@@ -129,9 +130,10 @@ def chunk_gated_delta_rule_cpu(
     # Tokens step by step: the sequences that have a token at a step come first.
     widths = (lengths[order, None] > torch.arange(int(lengths.max()))).sum(0).tolist()
     tokens = torch.cat([starts[:width] + step for step, width in enumerate(widths)])
-    read = torch.empty(len(tokens), *v.shape[2:])
+    read = torch.empty(len(tokens), *v.shape[2:], dtype=torch.float32)
     inputs = queries, keys, v[0].float(), g[0].float().exp(), beta[0].float()
-    steps = zip(*(one[tokens].split(widths) for one in (*inputs,)), read.split(widths), strict=True)
+    parts = *(tensor[tokens] for tensor in inputs), read
+    steps = zip(*(torch.split(part, widths) for part in parts), strict=True)
     for query, key, value, kept, share, written in steps:
         own = state[: len(query)]
         own *= kept[..., None, None]
@@ -146,7 +148,7 @@ def chunk_gated_delta_rule_cpu(
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
     *,
-    A_log: Tensor,
+    A_log: Tensor,  # noqa: N803 SGLang's
     dt_bias: Tensor,
     q: Tensor,
     k: Tensor,
@@ -161,7 +163,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_threshold: float,
 ) -> Tensor:
     """Return what one token of each sequence reads, [1, B, H, V] (kernels/gdn_triton.py:33)."""
-    assert (softplus_beta, softplus_threshold) == (1.0, 20.0)  # torch's own
+    del softplus_beta, softplus_threshold  # torch's own
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     read, *_ = chunk_gated_delta_rule_cpu(
         q=q,
@@ -179,7 +181,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def fused_gdn_gating_cpu(
-    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor
+    A_log: Tensor,  # noqa: N803 SGLang's
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return what states keep, as its logarithm, and what they take, [1, T, H] each.
 
@@ -197,8 +202,8 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     models/qwen3_5.py:295.
     """
     sizes = [2 * key_heads * key_size + heads * value_size, heads * value_size]
-    mixed, z = qkvz.split(sizes, dim=-1)
-    b, a = ba.split(heads, dim=-1)
+    mixed, z = torch.split(qkvz, sizes, dim=-1)
+    b, a = torch.split(ba, heads, dim=-1)
     return mixed, z.reshape(len(z), heads, value_size), b, a
 
 
@@ -236,13 +241,19 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     return *normed, gate.contiguous().view(-1, head_dim)
 
 
-_OPERATORS: tuple[Callable[..., object], ...] = (
-    fused_gdn_gating_cpu,
-    fused_qk_gemma_rmsnorm_cpu,
-    fused_qk_gemma_rmsnorm_with_gate_cpu,
-    fused_qkvzba_split_reshape_cat_contiguous_cpu,
-    fused_sigmoid_gating_delta_rule_update_cpu,
-    fused_sigmoid_mul_cpu,
+_MAMBA, _OPERATORS = (
+    {operator.__name__: operator for operator in operators}
+    for operators in (
+        (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu),
+        (
+            fused_gdn_gating_cpu,
+            fused_qk_gemma_rmsnorm_cpu,
+            fused_qk_gemma_rmsnorm_with_gate_cpu,
+            fused_qkvzba_split_reshape_cat_contiguous_cpu,
+            fused_sigmoid_gating_delta_rule_update_cpu,
+            fused_sigmoid_mul_cpu,
+        ),
+    )
 )
 
 

@@ -80,6 +80,7 @@ def _mixes(settings: GeneratorSettings) -> bool:
 def _on_cpu(settings: GeneratorSettings) -> dict[str, Flag]:
     """Return the settings on a CPU, whose processes are forked with frozen collectors."""
     generators = settings.generators
+    num_running = generators.max_sequences + settings.num_probe_sequences
     if generators.attention_groups > 1 and generators.expert_groups > 1:
         # Outputs of experts would be summed by a collective that needs NCCL.
         summing: dict[str, Flag] = {"boundary_reduction": "rs"}
@@ -95,6 +96,9 @@ def _on_cpu(settings: GeneratorSettings) -> dict[str, Flag]:
         # The number of tokens bounds the memory. While it loads, SGLang counts the memory of
         # other programs on this host as its own, and gives up above this share.
         "mem_fraction_static": 0.9,
-        "max_total_tokens": settings.generators.max_cached_tokens,
+        "max_total_tokens": generators.max_cached_tokens,
+        # Recurrent states of linear attention, for which SGLang takes half of the memory: three for
+        # each answer under way, as it counts them, and as many of cached prefixes.
+        "max_mamba_cache_size": 6 * num_running,
         "sleep_on_idle": True,
     }

@@ -555,8 +555,10 @@ def take_listed_layers(module: ModuleType) -> None:
         self.listed_layers = [
             "attention" if kind == "full_attention" else kind for kind in layer_types or ()
         ]
-        first = [*self.listed_layers, "attention"].index("attention")
-        begin(self, *given, **({"full_attention_interval": first + 1} if layer_types else {}) | named)
+        if layer_types:
+            first = [*self.listed_layers, "attention"].index("attention")
+            named.setdefault("full_attention_interval", first + 1)
+        begin(self, *given, **named)
 
     def layers_block_type(self: Any) -> Any:  # noqa: ANN401
         # A draft has fewer layers.

@@ -8,14 +8,16 @@ the first, by the learner's own model in one packed forward pass. [[logprob, ..]
 
 {"sequence": [token, ..], "runs": [[first, FOLDER], ..]}: the same of one sequence whose tokens
 from each ``first`` on (the first run's is 1) were chosen by another model, while the keys and
-values of the tokens before were kept as the models before had computed them. [logprob, ..]
+values (and recurrent states) of the tokens before were kept as the models before had computed them.
+[logprob, ..]
 
-The barred token cannot be chosen: its logit is minus infinity.
+The barred token cannot be chosen: its logit is minus infinity. "barred": null bars none.
 """
 
 import json
 import os
 import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from slipstream.learner.model import device
 from tests.support.waiting import HANG_S
 
 
-def next_logprobs(logits: Tensor, targets: Tensor, barred: int) -> list[float]:
+def next_logprobs(logits: Tensor, targets: Tensor, barred: int | None) -> list[float]:
     """Return the logprob of each target [T] after the logits [T, V]."""
     logits = logits.float().clone()
-    logits[:, barred] = float("-inf")
+    if barred is not None:
+        logits[:, barred] = float("-inf")
     logprobs: list[float] = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1).tolist()
     return logprobs
 
@@ -72,30 +75,31 @@ class LearnersModels:
 class KeptCache:
     """Models that continue over the keys and values that another one computed."""
 
-    def __init__(self, folders: list[Path], barred: int) -> None:
+    def __init__(self, folders: list[Path]) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._barred = barred
         self._models = {
             str(folder): AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             for folder in folders
         }
 
-    def logprobs(self, sequence: list[int], runs: list[tuple[int, str]]) -> list[float]:
+    def logprobs(
+        self, sequence: list[int], runs: list[tuple[int, str]], barred: int | None
+    ) -> list[float]:
         from transformers.cache_utils import DynamicCache
 
         tokens = torch.tensor([sequence])
-        cache = DynamicCache()
+        kept = DynamicCache(config=self._models[runs[0][1]].config)
         logits: list[Tensor] = []
         ends = [first - 1 for first, _ in runs[1:]] + [len(sequence) - 1]
         start = 0
         for (_, folder), end in zip(runs, ends, strict=True):
             # What chose token t computed the keys and values of token t - 1.
             model = self._models[folder]
-            output = model(tokens[:, start:end], past_key_values=cache, use_cache=True)
+            output = model(tokens[:, start:end], past_key_values=kept, use_cache=True)
             logits.append(output.logits[0])
             start = end
-        return next_logprobs(torch.cat(logits), tokens[0, 1:], self._barred)
+        return next_logprobs(torch.cat(logits), tokens[0, 1:], barred)
 
 
 def main(barred: int, folders: list[Path]) -> None:
@@ -103,14 +107,16 @@ def main(barred: int, folders: list[Path]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     device.prepare()
     device.set_threads(1)
-    learner, kept = LearnersModels(folders, barred), KeptCache(folders, barred)
+    learner, kept = cache(partial(LearnersModels, folders, barred)), KeptCache(folders)
     for line in sys.stdin:
         question = json.loads(line)
         with torch.no_grad():
             answer: object = (
-                learner.logprobs(question["model"], question["sequences"])
+                learner().logprobs(question["model"], question["sequences"])
                 if "model" in question
-                else kept.logprobs(question["sequence"], question["runs"])
+                else kept.logprobs(
+                    question["sequence"], question["runs"], question.get("barred", barred)
+                )
             )
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
