@@ -55,7 +55,7 @@ def causal_conv1d_fn_cpu(
         query_start_loc: First token of each sequence and the end of the last, [B + 1].
         seq_lens_cpu: Numbers of new tokens, [B].
     """
-    del query_start_loc  # of sequences without padding
+    del query_start_loc  # sums of the lengths
     kept = conv_states.shape[-1]
     rows = torch.where(has_initial_state[:, None, None], conv_states[cache_indices].float(), 0.0)
     tokens = torch.split(x.T.float(), list(seq_lens_cpu))
@@ -121,7 +121,7 @@ def chunk_gated_delta_rule_cpu(
     if head_first or not use_qk_l2norm_in_kernel:
         raise NotImplementedError("another layout of gated delta networks")
     heads = v.shape[2] // k.shape[2]
-    queries, keys = (_unit(one[0]).repeat_interleave(heads, dim=1) for one in (q, k))
+    queries, keys = (_unit(rows[0]).repeat_interleave(heads, dim=1) for rows in (q, k))
     queries = queries * q.shape[-1] ** -0.5
     lengths = cu_seqlens.diff()
     order = lengths.argsort(descending=True, stable=True)
@@ -217,8 +217,8 @@ def fused_qk_gemma_rmsnorm_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Return normed queries and keys, a head a row (models/qwen3_5.py:292)."""
     query, key = (
-        _normed(one.reshape(-1, head_dim), 1.0 + weight.float(), eps).to(one.dtype)
-        for one, weight in ((q, q_weight), (k, k_weight))
+        _normed(rows.reshape(-1, head_dim), 1.0 + weight.float(), eps).to(rows.dtype)
+        for rows, weight in ((q, q_weight), (k, k_weight))
     )
     return query, key
 
