@@ -21,8 +21,12 @@ _HOOK = "slipstream.generators.sglang.recording:recorder_of"
 
 def recording_flags(num_layers: int, folder: Path) -> dict[str, str | int | float | bool]:
     """Return settings of [generators.sglang] with which the layers of an engine are recorded."""
-    modules = {"attention": ("self_attn", "linear_attn"), "mlp": ("mlp", "block_sparse_moe")}
-    modules["experts"] = ("mlp.topk", "block_sparse_moe.topk")
+    modules = {
+        # Attention of hybrid models is no module of its own there: its last projection is one.
+        "attention": ("self_attn", "linear_attn", "o_proj"),
+        "mlp": ("mlp", "block_sparse_moe"),
+        "experts": ("mlp.topk", "block_sparse_moe.topk"),
+    }
     hooks = [
         {
             "name": point(layer, part),
