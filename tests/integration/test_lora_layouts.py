@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.families import write_family
 from tests.support.ranks.lora import KL
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_models import write_tiny_model
@@ -15,6 +16,7 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.integration
 LORA = {"rank": 4, "alpha": 8.0}
 PARTS = LORA | {"targets": ["q_proj", "v_proj", "down_proj"]}
+HYBRID = LORA | {"targets": ["q_proj", "o_proj", "out_proj", "gate_proj", "down_proj"]}
 Layout = tuple[str, str, int, dict[str, Any], dict[str, Any]]
 QUICK: list[Layout] = [
     ("tp2-pp2", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, LORA),
@@ -36,6 +38,8 @@ SLOW: list[Layout] = [
         LORA | {"targets": ["down_proj"]},
     ),
     ("offload", "qwen3", 1, {"offload": ["weights", "gradients", "optimizer"]}, LORA),
+    ("tp2-cp2", "qwen3_5", 4, {"tensor_parallel": 2, "context_parallel": 2}, HYBRID),
+    ("pp2", "qwen3_5", 2, {"pipeline_parallel": 2}, HYBRID),
     (
         "experts-tp2-ep2",
         "qwen3_moe",
@@ -56,7 +60,8 @@ def trained(
 ) -> Path:
     model = folder / f"model-{family}"
     if not model.is_dir():
-        write_tiny_model(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
+        write = write_family if family == "qwen3_5" else write_tiny_model
+        write(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
     work = folder / name
     settings = {"dtype": "float32", **learner}
     outputs(start_ranks("support.ranks.lora", model, work, ranks, [json.dumps(lora)], **settings))

@@ -144,6 +144,6 @@ MODELS: dict[str, dict[str, object]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-IN_MAKE_TEST = {"deepseek_v3"}
-"""Has dense layers, experts and latent attention. The others are slow; only they have heads that
-turn by half, and norms after attention and MLP (glm4)."""
+IN_MAKE_TEST = {"deepseek_v3", "qwen3_5"}
+"""Dense layers, experts and latent attention; linear attention. The others are slow; only they have
+heads that turn by half, and norms after attention and MLP (glm4)."""

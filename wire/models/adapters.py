@@ -109,10 +109,11 @@ def check_targets(family: Family, targets: Collection[str]) -> None:
         )
     layers, others = set[str](), set[str]()
     for name, parameter in (item for table in family.tables() for item in table.items()):
+        is_mixed = parameter.kind == "delta" or any(tensor.below for tensor in parameter.tensors)
+        can = "*" not in name and parameter.split in {"rows", "columns"} and not is_mixed
         for tensor in parameter.tensors:
             if tensor.name.endswith(_WEIGHT) and len(tensor.shape) == 2:
-                can = "*" not in name and parameter.split in {"rows", "columns"}
-                (layers if can and not tensor.below else others).add(layer_of(tensor.name))
+                (layers if can else others).add(layer_of(tensor.name))
     allowed = ", ".join(sorted(layers - others))
     for target in targets:
         if target in others and target in layers:

@@ -44,6 +44,8 @@ def test_a_target_without_a_layer_is_refused():
         ("qwen3", "q_norm", "no such linear layer"),
         ("qwen3_moe", "up_proj", "names up_proj, which qwen3_moe has in its experts"),
         ("qwen3_moe", "gate", "no such linear layer"),
+        ("qwen3_5_text", "in_proj_z", "no such linear layer that can have an adapter: .*out_proj"),
+        ("qwen3_next", "in_proj_qkvz", "no such linear layer"),
         ("glm4", "gate_up_proj", "no such linear layer that can have an adapter"),
     ]:
         check_targets(FAMILIES[family], ["q_proj", "o_proj"])
