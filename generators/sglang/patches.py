@@ -37,6 +37,7 @@ SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 ADAPTERS_VARIABLE = "SLIPSTREAM_ADAPTERS"  # 1: versions are adapters
 RECEIVED_VARIABLE = adoption.RECEIVED_VARIABLE
 SHADOW_VARIABLE = shadow_loads.SHADOW_VARIABLE
+_OF_LAYER = re.compile(r"(\blayers\.\d+\.)(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
 _WORD = re.compile(r"[a-z]+", re.IGNORECASE)
 _CHANNEL = re.compile(r"<\|\w+\|>")
 # What formats of channels write around a part, with the words between its marks.
@@ -614,10 +615,16 @@ def hash_bytes(module: ModuleType) -> None:
 
     SGLang takes sha256 there, an order of magnitude slower; what is compared has no enemies. Of
     matrices in fp8 it hashes what they stand for, in bfloat16: other bytes may stand for the same.
+    What it derives of a norm's weight (layernorm.py:1112) is no tensor of a version. Attention of
+    hybrid models is a part of its layer there, and has the names that it has elsewhere.
     """
     import torch  # in the process of the weights, not in the agent's
 
-    of_gpu = module._hash_tensor
+    of_gpu, state_of = module._hash_tensor, module.WeightChecker._model_state
+
+    def _model_state(self: Any) -> Any:  # noqa: ANN401
+        for name, tensor in state_of(self):
+            yield _OF_LAYER.sub(r"\1self_attn.", name), tensor
 
     def _hash_tensor(t: Any) -> str:  # noqa: ANN401
         if t.is_cuda:
@@ -628,6 +635,9 @@ def hash_bytes(module: ModuleType) -> None:
         del model
         return {}
 
+    left_out = (*module._NON_PERSISTENT_BUFFER_PATTERNS, "gemma_weight")
+    replace(module.WeightChecker, "_model_state", _model_state)
+    replace(module, "_NON_PERSISTENT_BUFFER_PATTERNS", left_out)
     replace(module, "_hash_tensor", _hash_tensor)
     replace(module, "_build_quantized_set", _build_quantized_set)
 

@@ -43,6 +43,7 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _KEPT_FILES = 3  # number of a learner's slots
+_OF_WEIGHTS = {"gemma_weight"}  # buffers that loads write, which no checkpoint has: a norm's 1 + w
 
 
 class ShadowLoad(NamedTuple):
@@ -164,7 +165,7 @@ class Twins:
             return value
 
         for module in modules:
-            twin, shared = twins[id(module)], module._non_persistent_buffers_set
+            twin, shared = twins[id(module)], module._non_persistent_buffers_set - _OF_WEIGHTS
             for name, value in vars(module).items():
                 vars(twin)[name] = of(value)
             twin._modules = {name: of(child) for name, child in module._modules.items()}

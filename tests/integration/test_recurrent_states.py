@@ -23,7 +23,7 @@ from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine, completion_of
 from slipstream.generators.sglang.process import SglangProcess
-from slipstream.weightbus.version.engine_checksums import host_checksum
+from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import client_of, until_load
 from tests.support.families import write_family
@@ -95,26 +95,23 @@ def write_versions(root: Path, name: str) -> Weights:
     return folders
 
 
-def seeing(weights: Weights, root: Path) -> Weights:
-    """Write the folders as they are published: below a model that also sees."""
-    found = {}
-    for version, folder in weights.items():
-        found[version] = Path(shutil.copytree(folder, root / f"sees-{folder.name}"))
-        text = json.loads((folder / "config.json").read_text())
-        config = {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
-            "text_config": text,
-            "vision_config": {"model_type": "qwen3_5_vision"},
-            "tie_word_embeddings": False,
-        }
-        (found[version] / "config.json").write_text(json.dumps(config))
-        below = {
-            name.replace("model.", "model.language_model.", 1): tensor
-            for name, tensor in load_file(folder / "model.safetensors").items()
-        }
-        below["model.visual.pos_embed.weight"] = torch.zeros(2, 2)
-        save_file(below, found[version] / "model.safetensors", metadata={"format": "pt"})
+def seeing(folder: Path, root: Path) -> Path:
+    """Write a folder as it is published: the language model below one that also sees."""
+    found = Path(shutil.copytree(folder, root / "sees"))
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": json.loads((folder / "config.json").read_text()),
+        "vision_config": {"model_type": "qwen3_5_vision"},
+        "tie_word_embeddings": False,
+    }
+    (found / "config.json").write_text(json.dumps(config))
+    below = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    below["model.visual.pos_embed.weight"] = torch.zeros(2, 2)
+    save_file(below, found / "model.safetensors", metadata={"format": "pt"})
     return found
 
 
@@ -277,6 +274,14 @@ async def check_updates(process: SglangProcess, weights: Weights, oracle: Oracle
                 assert oracle.error([*PREFIX, 5], after, [(1, version)]) < TOLERANCE
 
 
+async def check_bytes(engine: SglangEngine, folder: Path, num_ranks: int = 1) -> None:
+    """An engine holds a version fused as it fuses it, decays in float32, and nothing else."""
+    await engine.adopt_folder(folder, V0, digest="")
+    published = load_file(folder / "model.safetensors")
+    expected = expected_checksums(published, EngineLayout("cpu", num_ranks))
+    assert await engine.checksums() == expected
+
+
 def test_prompts_answers_and_turns_have_transformers_logprobs(
     process: SglangProcess, oracle: Oracle
 ):
@@ -293,31 +298,12 @@ def test_a_new_version_meets_no_state_of_the_one_before(
     asyncio.run(check_updates(process, weights, oracle))
 
 
-def test_what_an_engine_holds_is_what_was_loaded(process: SglangProcess, weights: Weights):
-    """Fused as SGLang fuses it; decays in float32."""
-
-    async def held() -> dict[str, str]:
+def test_what_an_engine_holds_is_what_was_published(process: SglangProcess, weights: Weights):
+    async def check() -> None:
         async with client_of(process, V0) as engine:
-            await engine.adopt_folder(weights[V0], V0, digest="")
-            return await engine.checksums()
+            await check_bytes(engine, weights[V0])
 
-    written = load_file(weights[V0] / "model.safetensors")
-    layer = "model.layers.2.linear_attn."
-    expected = {
-        "A_log": written[f"{layer}A_log"].float(),
-        "dt_bias": written[f"{layer}dt_bias"],
-        "conv1d.weight": written[f"{layer}conv1d.weight"],
-        "in_proj_qkvz.weight": torch.cat(
-            [written[f"{layer}in_proj_{part}.weight"] for part in ("qkv", "z")]
-        ),
-        "in_proj_ba.weight": torch.cat(
-            [written[f"{layer}in_proj_{part}.weight"] for part in ("b", "a")]
-        ),
-    }
-    found = asyncio.run(held())
-    for name, tensor in expected.items():
-        data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        assert found[layer + name] == host_checksum([data]), name
+    asyncio.run(check())
 
 
 # In `make test` keys and values are kept with a Llama (test_in_flight.py), states are not.
@@ -354,13 +340,15 @@ def test_an_update_in_place_keeps_states_as_it_keeps_keys_and_values(
 def test_the_other_hybrids_are_served_alike(
     tmp_path: Path, weights: Weights, name: str, sglang: dict[str, Any]
 ):
-    text = weights if name in {"dense", "sees"} else write_versions(tmp_path, name)
-    served = seeing(text, tmp_path) if name == "sees" else text
+    published = weights if name in {"dense", "sees"} else write_versions(tmp_path, name)
+    model = seeing(published[V0], tmp_path) if name == "sees" else published[V0]
+    num_ranks = sglang.get("tp_size", 1)
 
     async def check(process: SglangProcess) -> None:
-        async with client_of(process, V0, num_ranks=sglang.get("tp_size", 1)) as engine:
+        async with client_of(process, V0, num_ranks=num_ranks) as engine:
             await check_logprobs(engine, asked)
-        await check_updates(process, served, asked)
+            await check_bytes(engine, published[V0], num_ranks)
+        await check_updates(process, published, asked)
 
-    with oracle_of(text) as asked, server(served[V0], **sglang) as process:
+    with oracle_of(published) as asked, server(model, **sglang) as process:
         asyncio.run(check(process))

@@ -31,12 +31,14 @@ class Layer(nn.Module):
         self.weight.loader = self.load  # type: ignore[attr-defined]
         self.register_buffer("scale", torch.ones(3))
         self.register_buffer("angles", torch.ones(3), persistent=False)
+        self.register_buffer("gemma_weight", 1 + self.weight.detach(), persistent=False)
         self.doubled = 2 * self.weight.detach()
         self.seen = torch.zeros(3)  # SGLang's own use, which changes while it generates
 
     def load(self, weight: Tensor, loaded: Tensor) -> None:
         weight.data.copy_(loaded)
         self.doubled.copy_(2 * loaded)
+        self.gemma_weight.copy_(1 + loaded)
 
 
 class Model(nn.Module):
@@ -53,8 +55,10 @@ class Model(nn.Module):
 
 
 def state_of(model: nn.Module) -> dict[str, list[float]]:
-    derived = {f"{name}.doubled": m.doubled for name, m in model.named_modules() if name}
-    tensors = {**model.state_dict(), **derived}
+    tensors = model.state_dict()
+    for name, module in model.named_modules():
+        if name:
+            tensors |= {f"{name}.doubled": module.doubled, f"{name}.plus": module.gemma_weight}
     return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
 
 
@@ -104,7 +108,8 @@ def test_a_version_is_loaded_beside_the_live_weights_and_adopted_by_a_copy(
     assert model.first.seen.tolist() == [5.0] * 3
     assert model.first.weight.unique().tolist() == [7.0]
     assert model.last.weight is model.first.weight
-    assert model.first.doubled.unique().tolist() == [14.0], "what is derived was left behind"
+    derived = model.first.doubled.unique().tolist() + model.first.gemma_weight.unique().tolist()
+    assert derived == [14.0, 8.0], "what is derived was left behind"
     assert model.other.weight.unique().tolist() == [0.0]
     assert [weight.data_ptr() for weight in model.parameters()] == places, "graphs read there"
 
