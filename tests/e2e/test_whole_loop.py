@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from slipstream.weightbus.version.engine_checksums import (
     digest_of,
     expected_checksums,
 )
+from tests.support.families import write_family
 from tests.support.random_llama import make_qwen3, make_qwen3_moe, with_whole_blocks
 from tests.support.served import SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
@@ -114,6 +116,16 @@ def as_experts(folder: Path) -> None:
     make_qwen3_moe(folder / "model")
 
 
+def as_hybrid(folder: Path, name: str) -> None:
+    """Replace the policy by a random model of a family, with the policy's tokens."""
+    model, written = folder / "model", folder / "hybrid"
+    config = json.loads((model / "config.json").read_text())
+    kept = ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings")
+    write_family(written, name, **{key: config[key] for key in kept})
+    for file in ("config.json", "model.safetensors"):
+        (written / file).replace(model / file)
+
+
 # tests/e2e/test_targets.py has one of every kind of parallelism, and
 # tests/integration/test_layouts.py every layout's update.
 @pytest.mark.slow
@@ -199,6 +211,28 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     for one in publishes:  # checked tensor by tensor on both ranks before it was committed
         assert (list(one["adopted_by"]), one["failed"]) == (["generator-0"], {})
     assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
+
+
+# In `make test` the dense one, tests/integration/test_recurrent_states.py has all of them served.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5",
+        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_with_recurrent_states_serves_what_was_learned(
+    start_run: Callable[..., TinyRun], inputs: Path, name: str
+):
+    run = start_run(
+        before=partial(as_hybrid, name=name),
+        run__steps=3,
+        eval__file=inputs / "held_out.jsonl",
+        eval__every_steps=3,  # so that the last version is adopted before the run ends
+    )
+    summary = assert_trained_and_served(run, EngineLayout())
+    assert len(summary[PUBLISHES]) > 1
 
 
 # CPUs have no kernels for fp8: what the engine computes is emulated, what it holds is not.
