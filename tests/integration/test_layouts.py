@@ -59,10 +59,8 @@ def layout(name: str, ranks: int, family: Family, **learner: object) -> Layout:
 # In `make test` each dimension once and a product; the rest of the kind is slow.
 QUICK = [
     layout("dp2", 2, DENSE),
-    layout("tp2", 2, DENSE, tensor=2),
-    layout("cp2", 2, DENSE, context=2),
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
-    layout("tp2-cp2", 4, HYBRID, tensor=2, context=2),
+    layout("tp2-cp2", 4, HYBRID, tensor=2, context=2),  # it has attention, too
     # On two hosts, whose second has the last stage. Experts are computed again when another
     # microbatch has been through their layers.
     Layout(
@@ -88,6 +86,8 @@ SLOW = [
         {"tensor_parallel": 2, "pipeline_parallel": 2, "offload": OFFLOAD},
     ),
     Layout("ep2-offload", 2, EXPERTS, {"expert_parallel": 2, "offload": OFFLOAD}),
+    layout("tp2", 2, DENSE, tensor=2),
+    layout("cp2", 2, DENSE, context=2),
     layout("tp2", 2, TIED, tensor=2),
     Layout("tp2-whole-tokens", 2, DENSE, {"tensor_parallel": 2, "sequence_parallel": False}),
     layout("dp2", 2, TIED),
