@@ -2,14 +2,17 @@
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.models.adapters import AdapterFacts
 from slipstream.wire.models.hf_config import HfConfig
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.rank_model import RankModel
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
@@ -39,10 +42,18 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
             "n_group": hf.num_router_groups,
             "routed_scaling_factor": hf.routed_scaling_factor,
         }
+    if len(hf.family.kinds) > 1:
+        facts |= {
+            "layer_types": ",".join(map(hf.kind_of, range(hf.num_hidden_layers))),
+            "sliding_window": hf.sliding_window or 0,
+            "rotary_channels": hf.rotary_channels,
+            "linear_num_key_heads": hf.linear_num_key_heads,
+            "linear_num_value_heads": hf.linear_num_value_heads,
+        }
     return facts
 
 
-def parameters_hash(model: RankModel) -> str:
+def parameters_hash(model: "RankModel") -> str:
     """Return a hash of the names and whole shapes of all parameters, equal in any layout."""
     lines = [
         f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model.hf_config).items())
@@ -56,12 +67,12 @@ def is_of_layout(info: CheckpointInfo, ranks: int, sizes: ParallelSizes) -> bool
     return (info.ranks, info.tensor_parallel, info.parallel) == ours
 
 
-def dtype_name(model: RankModel) -> str:
+def dtype_name(model: "RankModel") -> str:
     """Return the type of the parameters, e.g. ``bfloat16``."""
     return str(model.config.params_dtype).removeprefix("torch.")
 
 
-def _other_adapters(model: RankModel, there: AdapterFacts | None) -> str:
+def _other_adapters(model: "RankModel", there: AdapterFacts | None) -> str:
     """Return how the adapters of a checkpoint differ from a model's; empty if they are equal."""
     if model.adapters is None:
         if there is None:
@@ -84,7 +95,7 @@ def _other_adapters(model: RankModel, there: AdapterFacts | None) -> str:
     return ""
 
 
-def refuse_other_model(model: RankModel, folder: Path, info: CheckpointInfo) -> None:
+def refuse_other_model(model: "RankModel", folder: Path, info: CheckpointInfo) -> None:
     """Refuse a checkpoint that does not fit the model to fill.
 
     Raises:

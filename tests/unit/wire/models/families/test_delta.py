@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.learner.checkpoints.identity import architecture_of
 from slipstream.learner.model.division import refuse_undivided
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
@@ -114,3 +115,11 @@ def test_projections_are_fused_as_the_engine_has_them():
     assert places[0].last_like == f"{prefix}out_proj.weight"
     rates = engine_tensor(f"{prefix}A_log", names)
     assert (rates.split, rates.dtype) == ("rows", "float32")
+
+
+def test_a_checkpoint_knows_the_kinds_of_layers_and_the_heads_of_linear_attention(tmp_path: Path):
+    last_is_full = ["linear_attention", "linear_attention", "full_attention"]
+    configs = [TINY, TINY | {"layer_types": last_is_full}, TINY | {"linear_num_key_heads": 2}]
+    first, *others = [architecture_of(read(tmp_path, config)) for config in configs]
+    assert first["layer_types"] == "linear_attention,full_attention,linear_attention"
+    assert first not in others
