@@ -60,6 +60,8 @@ _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager"
+_TARGETS = "sglang.srt.utils.common"
+_GATED = ("sglang.srt.models.qwen3_5_text", "sglang.srt.models.qwen3_next")
 _FP8 = "sglang.srt.layers.quantization.fp8"
 _WEIGHT_CHECKER = "sglang.srt.utils.weight_checker"
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
@@ -128,6 +130,7 @@ def install() -> None:
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
     if os.environ.get(ADAPTERS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_LORA_MANAGER: _keep_manager, _WEIGHT_CHECKER: check_adapters}
+        corrections |= {_TARGETS: _take_out_proj, **dict.fromkeys(_GATED, _size_gated_queries)}
     sys.meta_path.insert(0, _AfterImport(corrections))
 
 
@@ -652,6 +655,37 @@ def _keep_manager(module: ModuleType) -> None:
         self.base_model._slipstream_adapters = self
 
     replace(manager, "init_lora_adapters", init_lora_adapters)
+
+
+def _take_out_proj(module: ModuleType) -> None:
+    """Take the last projection of linear attention as a target on the command line, too.
+
+    SGLang has adapters for it (lora/utils.py:304), and its list of targets lacks it. Remove when it
+    is there.
+    """
+    module.SUPPORTED_LORA_TARGET_MODULES.append("out_proj")
+
+
+def _size_gated_queries(module: ModuleType) -> None:
+    """Give adapters of queries the rows of the output's gate, which hybrid models fuse with them.
+
+    Their text models have no sizes of their own (lora/utils.py:157), as those that also see have.
+    Remove when they do.
+    """
+    from sglang.srt.lora.utils import get_default_hidden_dim
+
+    def get_hidden_dim(self: Any, module_name: str, layer_idx: int) -> Any:  # noqa: ANN401
+        config = self.config
+        if module_name == "qkv_proj":
+            heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+            return config.hidden_size, config.head_dim * heads
+        if module_name == "out_proj":
+            values = config.linear_num_value_heads * config.linear_value_head_dim
+            return values, config.hidden_size
+        return get_default_hidden_dim(module_name, config, layer_idx)
+
+    for model in module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]:
+        model.get_hidden_dim = get_hidden_dim
 
 
 def _check_adapters(module: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from slipstream.weightbus.version.adapter_checksums import expected_adapter_checksums
 from slipstream.weightbus.version.engine_checksums import digest_of
 from tests.support.blank_model import write_blank_model
+from tests.support.families import as_family
 from tests.support.random_llama import write_random_weights
 from tests.support.tiny_run import TinyRun, slipstream
 
@@ -84,3 +86,33 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
     assert set(publish["engine_digests"].values()) == {expected}
     run.assert_listens_here_alone()
     run.assert_nothing_left()
+
+
+# tests/integration/test_lora_layouts.py has their learners, the test above engines with adapters.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_5", ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"]),
+        ("qwen3_next", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ],
+)
+def test_engines_of_hybrid_models_have_adapters(
+    start_run: Callable[..., TinyRun], inputs: Path, name: str, targets: list[str]
+):
+    run = start_run(
+        **few(inputs),
+        before=partial(as_family, name=name),
+        run__steps=3,
+        lora__rank=4,
+        lora__targets=targets,
+        learner__lr=1e-2,
+    )
+    assert run.wait() == 0, run.output
+    lags = run.differences()
+    assert max(difference for lag, difference in lags if lag == 0) < SAME
+    slipstream("export", run.folder)
+    final = load_file(run.folder / "adapter" / "adapter_model.safetensors")
+    assert {layer for layer in targets for key in final if f".{layer}." in key} == set(targets)
+    expected = digest_of(expected_adapter_checksums(final))
+    assert run.summary()["last_publish"]["engine_digests"] == {"generator-0": expected}

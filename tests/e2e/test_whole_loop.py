@@ -15,7 +15,7 @@ from slipstream.weightbus.version.engine_checksums import (
     digest_of,
     expected_checksums,
 )
-from tests.support.families import write_family
+from tests.support.families import as_family
 from tests.support.random_llama import make_qwen3, make_qwen3_moe, with_whole_blocks
 from tests.support.served import SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
@@ -114,16 +114,6 @@ def as_qwen3(folder: Path) -> None:
 
 def as_experts(folder: Path) -> None:
     make_qwen3_moe(folder / "model")
-
-
-def as_hybrid(folder: Path, name: str) -> None:
-    """Replace the policy by a random model of a family, with the policy's tokens."""
-    model, written = folder / "model", folder / "hybrid"
-    config = json.loads((model / "config.json").read_text())
-    kept = ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings")
-    write_family(written, name, **{key: config[key] for key in kept})
-    for file in ("config.json", "model.safetensors"):
-        (written / file).replace(model / file)
 
 
 # tests/e2e/test_targets.py has one of every kind of parallelism, and
@@ -226,7 +216,7 @@ def test_an_engine_with_recurrent_states_serves_what_was_learned(
     start_run: Callable[..., TinyRun], inputs: Path, name: str
 ):
     run = start_run(
-        before=partial(as_hybrid, name=name),
+        before=partial(as_family, name=name),
         run__steps=3,
         eval__file=inputs / "held_out.jsonl",
         eval__every_steps=3,  # so that the last version is adopted before the run ends

@@ -18,6 +18,16 @@ def write_family(folder: Path, name: str, **changes: object) -> Path:
     return folder
 
 
+def as_family(folder: Path, name: str) -> None:
+    """Replace the policy in FOLDER/model by a random model of a family, with the same tokens."""
+    model, written = folder / "model", folder / name
+    config = json.loads((model / "config.json").read_text())
+    kept = ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings")
+    write_family(written, name, **{key: config[key] for key in kept})
+    for file in ("config.json", "model.safetensors"):
+        (written / file).replace(model / file)
+
+
 # Keys of the published config.json, which engines read and transformers does not write.
 HUB: dict[object, dict[str, object]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
