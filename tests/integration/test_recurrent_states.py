@@ -25,7 +25,7 @@ from slipstream.generators.sglang.engine import SglangEngine, completion_of
 from slipstream.generators.sglang.process import SglangProcess
 from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.sglang_load import client_of, until_load
+from tests.integration.sglang_load import client_of, num_mixed, until_load
 from tests.support.families import write_family
 from tests.support.ranks.run import start
 from tests.support.tiny_run import serving, write_policy
@@ -170,7 +170,12 @@ def server(model: Path, in_flight: str = "retract", **sglang: object) -> Iterato
                     "dtype": "float32",
                     "max_cached_tokens": 8192,
                     "max_sequences": 8,
-                    "sglang": {"chunked_prefill_size": CHUNK, **sglang},
+                    "sglang": {
+                        "chunked_prefill_size": CHUNK,
+                        "enable_mixed_chunk": in_flight == "retract",
+                        "log_level": "info",
+                        **sglang,
+                    },
                 },
                 "weightbus": {"in_flight": in_flight, "probe_every": 0},
             }
@@ -208,10 +213,11 @@ async def cached(engine: SglangEngine, prompt: list[int]) -> tuple[int, Completi
     return answer["meta_info"]["cached_tokens"], completion_of(answer, SHORT, len(prompt))
 
 
-async def check_logprobs(engine: SglangEngine, oracle: Oracle) -> None:
+async def check_logprobs(process: SglangProcess, engine: SglangEngine, oracle: Oracle) -> None:
     """Prompts of any length in one batch, siblings, and turns over cached states."""
     prompts = [tokens(length, length) for length in LENGTHS]
     groups = await asyncio.gather(*(engine.sample(one, SHORT, count=2) for one in prompts))
+    assert num_mixed(process)[0], "no answer was decoded in a batch that prefills others"
     for prompt, siblings in zip(prompts, groups, strict=True):
         for answer in siblings:
             assert oracle.error(prompt, answer, [(1, V0)]) < TOLERANCE, len(prompt)
@@ -287,7 +293,7 @@ def test_prompts_answers_and_turns_have_transformers_logprobs(
 ):
     async def check() -> None:
         async with client_of(process, V0) as engine:
-            await check_logprobs(engine, oracle)
+            await check_logprobs(process, engine, oracle)
 
     asyncio.run(check())
 
@@ -346,7 +352,7 @@ def test_the_other_hybrids_are_served_alike(
 
     async def check(process: SglangProcess) -> None:
         async with client_of(process, V0, num_ranks=num_ranks) as engine:
-            await check_logprobs(engine, asked)
+            await check_logprobs(process, engine, asked)
             await check_bytes(engine, published[V0], num_ranks)
         await check_updates(process, published, asked)
 
