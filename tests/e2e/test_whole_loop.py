@@ -205,23 +205,25 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
 
 # In `make test` the dense one, tests/integration/test_recurrent_states.py has all of them served.
 @pytest.mark.parametrize(
-    "name",
+    ("name", "replay"),
     [
-        "qwen3_5",
-        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", marks=pytest.mark.slow),
+        ("qwen3_5", "off"),
+        pytest.param("qwen3_5_moe", "R3", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "off", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_with_recurrent_states_serves_what_was_learned(
-    start_run: Callable[..., TinyRun], inputs: Path, name: str
+    start_run: Callable[..., TinyRun], inputs: Path, name: str, replay: str
 ):
     run = start_run(
         before=partial(as_family, name=name),
+        run__routing_replay=replay,
         run__steps=3,
         eval__file=inputs / "held_out.jsonl",
         eval__every_steps=3,  # so that the last version is adopted before the run ends
     )
-    summary = assert_trained_and_served(run, EngineLayout())
+    most_versions = 1 if replay == "R3" else None
+    summary = assert_trained_and_served(run, EngineLayout(), most_versions=most_versions)
     assert len(summary[PUBLISHES]) > 1
 
 
