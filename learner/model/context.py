@@ -70,6 +70,11 @@ class TokenSplit:
         return self.rank // self.shares.parts
 
     @property
+    def part(self) -> int:
+        """Number of this rank's heads among those of its ring."""
+        return self.rank % self.shares.parts
+
+    @property
     def peers(self) -> slice:
         """Ranks of this rank's ring."""
         return slice(self.ring * self.shares.parts, (self.ring + 1) * self.shares.parts)

@@ -102,7 +102,8 @@ def has_flash_4() -> bool:
 def _attempt(hf: HfConfig, like: Tensor) -> list[Tensor]:
     """Return attention of a few tokens and its gradients, with the heads of a model.
 
-    Of three sequences one has more keys than queries, and one has no queries.
+    Of three sequences one has more keys than queries, and one has no queries. A window of a model's
+    layers is tried, too.
     """
     queries, keys = (
         like.new_tensor(ends, dtype=torch.int32) for ends in ([0, 3, 3, 5], [0, 4, 6, 8])
@@ -116,9 +117,12 @@ def _attempt(hf: HfConfig, like: Tensor) -> list[Tensor]:
         .requires_grad_()
         for number, (tokens, heads) in enumerate(sizes)
     ]
-    bounds = AttentionBounds(queries, keys, 3, 4)
-    output = _varlen(given[0], given[1], given[2], bounds, hf.kv_channels**-0.5)
-    return [output, *torch.autograd.grad(output.float().square().sum(), given)]
+    bounds, found = AttentionBounds(queries, keys, 3, 4), list[Tensor]()
+    for window in {None, *map(hf.window_of, range(hf.num_hidden_layers))}:
+        last = None if window is None else min(window, 2)  # so narrow that it acts
+        output = _varlen(given[0], given[1], given[2], bounds, hf.kv_channels**-0.5, last)
+        found += [output, *torch.autograd.grad(output.float().square().sum(), given)]
+    return found
 
 
 def cuda_attention(
@@ -154,11 +158,17 @@ def cuda_attention(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: AttentionBounds,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    chosen = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+    before = -1 if window is None else window - 1  # tokens before its own that a token sees
+    chosen = {"scale": scale, "window_size": (before, 0), "enable_gqa": True}
     output = varlen_attn(query, key, value, *bounds, **taken_by(varlen_attn, chosen))
     return output if isinstance(output, Tensor) else output[0]
 

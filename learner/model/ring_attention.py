@@ -26,7 +26,7 @@ from slipstream.learner.model.crossings import Crossing, Run, crossing
 from slipstream.learner.model.cuda_attention import AttentionBounds, has_kernel
 
 # Fewest as the limit of a kernel: with one FlashAttention 2 lays out grouped queries anew.
-_FEWEST_QUERIES = 2
+FEWEST_QUERIES = 2
 
 
 class Hop(NamedTuple):
@@ -89,7 +89,7 @@ class Ring:
             sent, seen = sees[after][here], sees[here][before]
             to_ranks, from_ranks = ([0] * (split.ranks if distance else 0) for _ in range(2))
             if distance:
-                part = split.rank % parts
+                part = split.part
                 to_ranks[after * parts + part] = sent.num_keys
                 from_ranks[before * parts + part] = seen.num_keys
             hops.append(Hop(seen, sent.keys, to_ranks, from_ranks))
@@ -101,7 +101,7 @@ class Ring:
         ]
         ends = torch.tensor([0, *accumulate(pieces)], dtype=torch.int32)
         ends = ends.to(device, non_blocking=True)
-        longest = max(_FEWEST_QUERIES, *pieces)
+        longest = max(FEWEST_QUERIES, *pieces)
         return cls(AttentionBounds(ends, ends, longest, longest), tuple(hops), split.group)
 
 
@@ -136,26 +136,28 @@ class Blocks(NamedTuple):
 
     scale: float  # factor of the scores
     by_kernel: bool
+    window: int | None = None  # tokens that a query of a causal block sees; None is all
+
+    def _of_kernel(self, *, is_causal: bool) -> tuple[bool, dict[str, float | int]]:
+        """Return whether a kernel sees all keys before a query, and its other options."""
+        if self.window is None or not is_causal:
+            return is_causal, {"scale": self.scale}
+        window = {"window_size_left": self.window - 1, "window_size_right": 0}
+        return False, {"scale": self.scale, **window}
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Return attention [Q, h, d] and the log-sum-exps of scores, [Q, h] in float32 at least."""
         if self.by_kernel:
+            of_all, options = self._of_kernel(is_causal=is_causal)
             output, sums, *_ = torch.ops.aten._flash_attention_forward(  # varlen_attn's
-                query,
-                key,
-                value,
-                *bounds,
-                0.0,
-                is_causal,
-                return_debug_mask=False,
-                scale=self.scale,
+                query, key, value, *bounds, 0.0, of_all, return_debug_mask=False, **options
             )
             return output, sums.T.contiguous()
         outputs, of_sequences = [query[:0]], [_wide(query[:0, :, 0])]
         for rows, keys in _sequences(bounds):
-            scores = _scores(query[rows], key[keys], self.scale, is_causal=is_causal)
+            scores = self._scores(query[rows], key[keys], is_causal=is_causal)
             sums = scores.logsumexp(-1)
             shares = (scores - sums[..., None]).exp()
             mixed = torch.einsum("gnqk,kgd->qgnd", shares, _wide(value[keys]))
@@ -186,16 +188,17 @@ class Blocks(NamedTuple):
         if self.by_kernel:
             unused = query.new_empty(0)
             no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+            of_all, options = self._of_kernel(is_causal=is_causal)
             by_kernel: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-                *(grad, query, key, value, output, sums.T.contiguous(), *bounds, 0.0, is_causal),
+                *(grad, query, key, value, output, sums.T.contiguous(), *bounds, 0.0, of_all),
                 *(no_dropout, unused),
-                scale=self.scale,
+                **options,
             )
             return by_kernel
         of_query, of_key, of_value = (torch.zeros_like(t) for t in (query, key, value))
         for rows, keys in _sequences(bounds):
             groups = key.size(1)
-            scores = _scores(query[rows], key[keys], self.scale, is_causal=is_causal)
+            scores = self._scores(query[rows], key[keys], is_causal=is_causal)
             g, q, o = (_grouped(t[rows], groups) for t in (grad, query, output))
             k, v = _wide(key[keys]), _wide(value[keys])
             shares = (scores - sums[rows].T.reshape(*scores.shape[:3], 1)).exp()
@@ -207,6 +210,18 @@ class Blocks(NamedTuple):
             of_query[rows] = from_keys.flatten(1, 2).to(query.dtype)
             of_key[keys] = torch.einsum("gnqk,qgnd->kgd", of_scores, q).to(key.dtype)
         return of_query, of_key, of_value
+
+    def _scores(self, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
+        """Return scores [g, h/g, Q, K] of a sequence, -inf where a query does not see a key."""
+        grouped = _grouped(query, key.size(1))
+        scores = torch.einsum("qgnd,kgd->gnqk", grouped, _wide(key)) * self.scale
+        if not is_causal:
+            return scores
+        last = len(key) - len(query)  # key of the first query
+        is_seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(last)
+        if self.window is not None:
+            is_seen = is_seen.triu(last + 1 - self.window)
+        return scores.masked_fill(~is_seen, -torch.inf)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -313,18 +328,8 @@ def _each_to_each(queries: Tensor, keys: Tensor) -> AttentionBounds:
     def ends(count: int) -> Tensor:
         return torch.arange(0, count + 1, count, dtype=torch.int32, device=queries.device)
 
-    most = max(_FEWEST_QUERIES, len(queries))
+    most = max(FEWEST_QUERIES, len(queries))
     return AttentionBounds(ends(len(queries)), ends(len(keys)), most, len(keys))
-
-
-def _scores(query: Tensor, key: Tensor, scale: float, *, is_causal: bool) -> Tensor:
-    """Return scores [g, h/g, Q, K] of a sequence, -inf where a query does not see a key."""
-    grouped = _grouped(query, key.size(1))
-    scores = torch.einsum("qgnd,kgd->gnqk", grouped, _wide(key)) * scale
-    if not is_causal:
-        return scores
-    is_before = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    return scores.masked_fill(~is_before, -torch.inf)
 
 
 def _grouped(rows: Tensor, groups: int) -> Tensor:

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from slipstream.algos.logprobs import triton_logits
 from slipstream.algos.logprobs.chunks import Chunk, LogitGradients
 from slipstream.learner.model.kernels import triton_rotary, triton_swiglu
+from slipstream.learner.model.kernels.swiglu import Form
 from slipstream.weightbus.version import triton_hash
 
 _WIDTH = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")
@@ -60,6 +61,9 @@ def resources_of(call: Callable[[], object], folder: Path) -> dict[str, object]:
     return {"widths": sorted(widths), "spilled": spilled}
 
 
+LIMITED = Form(1.702, 1.0, 7.0)  # gpt-oss
+
+
 def main(folder: Path) -> None:
     triton.runtime.driver.set_active(_H100)
     found = {name: resources_of(call, folder) for name, call in cases().items()}
@@ -78,6 +82,10 @@ def cases() -> dict[str, Callable[[], object]]:
         "SwiGLU's gradients": partial(triton_swiglu.backward, gradient, gate_up, None),
         "weighted SwiGLU": partial(triton_swiglu.forward, gate_up, weight),
         "weighted SwiGLU's gradients": partial(triton_swiglu.backward, gradient, gate_up, weight),
+        "limited SwiGLU": partial(triton_swiglu.forward, gate_up, None, LIMITED),
+        "limited SwiGLU's gradients": partial(
+            triton_swiglu.backward, gradient, gate_up, None, LIMITED
+        ),
         "rotary embedding": partial(turned, heads, angles, angles, **halves, is_back=False),
         "rotary embedding back": partial(turned, heads, angles, angles, **halves, is_back=True),
         "rotary embedding of pairs": partial(

@@ -38,6 +38,52 @@ def grouped_linear(
     return product
 
 
+def with_bias(rows: Tensor, bias: Tensor, ends: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return each row plus the bias of its expert, [M, N].
+
+    Args:
+        rows: [M, N].
+        bias: [E, N], of the type of the rows.
+        ends: [E] int32.
+        weight: factor of each row's bias, [M, 1] in any floating type; None is 1.
+    """
+    total: Tensor = _Biased.apply(rows, bias, ends, weight)  # type: ignore[no-untyped-call]  # of torch
+    return total
+
+
+class _Biased(torch.autograd.Function):
+    """Adds biases; their gradients are products with weights, whose order of sums is known."""
+
+    @override
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(bias if weight is not None else None, ends, weight)
+        of_rows = _of_rows(bias, ends, len(rows))
+        return rows + (of_rows if weight is None else of_rows * weight.to(rows.dtype))
+
+    @override
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        bias, ends, weight = ctx.saved_tensors
+        columns = gradient.new_ones(len(gradient), _ALIGNMENT // gradient.dtype.itemsize)
+        of_weight = None
+        if weight is not None:
+            columns *= weight
+            products = gradient * _of_rows(bias, ends, len(gradient))
+            of_weight = products.sum(-1, keepdim=True, dtype=torch.float32).to(weight.dtype)
+        of_bias = weight_gradients(gradient.contiguous(), columns, ends)[..., 0]
+        return gradient, of_bias, None, of_weight
+
+
+def _of_rows(bias: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Return the bias of each row's expert, [M, N]."""
+    numbers = torch.arange(count, device=ends.device, dtype=ends.dtype)
+    return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
+
+
 class _GroupedLinear(torch.autograd.Function):
     @override
     @staticmethod

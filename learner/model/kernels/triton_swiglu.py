@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.learner.model.kernels.swiglu import PLAIN, Form
+
 _MOST_COLUMNS = 1024  # columns of a block: 16 bytes of bfloat16 for each of 128 threads
 
 
-def forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+def forward(gate_up: Tensor, weight: Tensor | None, form: Form = PLAIN) -> Tensor:
     """Return the product [T, I]."""
     rows, inner = gate_up.size(0), gate_up.size(1) // 2
     product = gate_up.new_empty(rows, inner)
@@ -24,13 +26,14 @@ def forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
         *gate_up.stride(),
         0 if weight is None else weight.stride(0),
         inner,
+        *form,
         BLOCK=_columns(inner),
     )
     return product
 
 
 def backward(
-    gradient: Tensor, gate_up: Tensor, weight: Tensor | None
+    gradient: Tensor, gate_up: Tensor, weight: Tensor | None, form: Form = PLAIN
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of gate and up, [T, 2I], and of the weights, [T, 1]."""
     rows, inner = gradient.shape
@@ -46,6 +49,7 @@ def backward(
         *gate_up.stride(),
         0 if weight is None else weight.stride(0),
         inner,
+        *form,
         BLOCK=_columns(inner),
     )
     return of_gate_up, of_weight
@@ -58,7 +62,17 @@ def _columns(inner: int) -> int:
 
 @triton.jit
 def _swiglu_forward(
-    gate_up, weight, product, row_stride, column_stride, weight_stride, inner, BLOCK: tl.constexpr
+    gate_up,
+    weight,
+    product,
+    row_stride,
+    column_stride,
+    weight_stride,
+    inner,
+    SLOPE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     gates, ups = gate_up + row * row_stride, gate_up + row * row_stride + inner * column_stride
@@ -67,7 +81,10 @@ def _swiglu_forward(
         is_inside = column < inner
         gate = tl.load(gates + column * column_stride, is_inside, other=0.0).to(tl.float32)
         up = tl.load(ups + column * column_stride, is_inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        value = gate * tl.sigmoid(SLOPE * gate) * (up + OFFSET)
         if weight is not None:
             value *= tl.load(weight + row * weight_stride).to(tl.float32)
         tl.store(product + row * inner + column, value, is_inside)
@@ -86,6 +103,9 @@ def _swiglu_backward(
     column_stride,
     weight_stride,
     inner,
+    SLOPE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -100,13 +120,22 @@ def _swiglu_backward(
         of_value = tl.load(gradients + column * gradient_column_stride, is_inside, other=0.0).to(
             tl.float32
         )
-        sigmoid = tl.sigmoid(gate)
+        of_gate, of_up = of_value, of_value
+        if LIMIT is not None:  # beyond it nothing changes
+            of_gate = tl.where(gate <= LIMIT, of_gate, 0.0)
+            of_up = tl.where(tl.abs(up) <= LIMIT, of_up, 0.0)
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        sigmoid = tl.sigmoid(SLOPE * gate)
         silu = gate * sigmoid
+        up += OFFSET
         if weight is not None:
             share += of_value * silu * up
-            of_value *= tl.load(weight + row * weight_stride).to(tl.float32)
-        of_gate = of_value * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            scale = tl.load(weight + row * weight_stride).to(tl.float32)
+            of_gate *= scale
+            of_up *= scale
+        of_gate *= up * sigmoid * (1.0 + SLOPE * gate * (1.0 - sigmoid))
         tl.store(results + column, of_gate, is_inside)
-        tl.store(results + inner + column, of_value * silu, is_inside)
+        tl.store(results + inner + column, of_up * silu, is_inside)
     if weight is not None:
         tl.store(of_weight + row, tl.sum(share, 0))

@@ -1,15 +1,18 @@
 """SwiGLU against float64; TRITON_INTERPRET=1 has the kernels compute it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.algos.kernels import replaced_calls
-from slipstream.learner.model.kernels.swiglu import swiglu
+from slipstream.learner.model.kernels.swiglu import PLAIN, Form, swiglu
 
 SIZES = [(3, 5), (1, 1), (0, 4), (2, 64), (1, 1500)]  # 1500: a kernel's row in two blocks
 # To bfloat16 each operator rounds by half of it, and Triton's interpreter cuts off once.
 ROUNDED = 2**-7
+LIMITED = Form(1.702, 1.0, 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +21,11 @@ def no_kernel_replaced():
     assert replaced_calls() == 0
 
 
-def by_hand(gate_up: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def by_hand(gate_up: torch.Tensor, weight: torch.Tensor | None, form: Form = PLAIN) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
-    product = gate / (1 + (-gate).exp()) * up
+    if form.limit is not None:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    product = gate / (1 + (-form.slope * gate).exp()) * (up + form.offset)
     return product if weight is None else product * weight
 
 
@@ -41,19 +46,30 @@ def results(compute, gate_up, gradient, weight) -> list[torch.Tensor]:  # noqa: 
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(("rows", "inner"), SIZES)
+@pytest.mark.parametrize(
+    ("rows", "inner", "form"),
+    [
+        *((*size, PLAIN) for size in SIZES),
+        (3, 5, LIMITED),
+        (2, 64, LIMITED),
+        (3, 5, Form(0.5, -1.0)),
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * ROUNDED)]
 )
 def test_values_and_gradients_are_those_of_float64(
-    dtype: torch.dtype, tolerance: float, rows: int, inner: int, is_weighted: bool
+    dtype: torch.dtype, tolerance: float, rows: int, inner: int, is_weighted: bool, form: Form
 ):
     gate_up, gradient, weight = given(rows, inner, dtype)
     weight = weight if is_weighted else None
     exact = results(
-        by_hand, gate_up.double(), gradient.double(), None if weight is None else weight.double()
+        partial(by_hand, form=form),
+        gate_up.double(),
+        gradient.double(),
+        None if weight is None else weight.double(),
     )
-    computed = results(swiglu, gate_up, gradient, weight)
+    computed = results(partial(swiglu, form=form), gate_up, gradient, weight)
     assert [value.dtype for value in computed] == [dtype, dtype, torch.float32][: len(exact)]
     for value, expected in zip(computed, exact, strict=True):
         assert value.shape == expected.shape

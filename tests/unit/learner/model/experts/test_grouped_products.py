@@ -9,6 +9,7 @@ from slipstream.learner.model.experts.grouped_products import (
     grouped_product,
     has_kernel,
     weight_gradients,
+    with_bias,
 )
 
 ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)  # the second expert has no row
@@ -106,3 +107,32 @@ def test_rows_are_kept_for_weights_that_train_alone():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             grouped_linear(rows, weight.detach().requires_grad_(trains), ENDS)
         assert (rows.shape in kept) == trains
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("num_rows", [12, 0])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_rows_get_the_bias_of_their_expert(dtype: torch.dtype, num_rows: int, is_weighted: bool):
+    ends = ENDS if num_rows else torch.zeros_like(ENDS)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    rows, _, gradient = operands(dtype, 8, 8, num_rows)
+    bias, weight = torch.arange(32.0).view(4, 8).to(dtype), torch.rand(num_rows, 1)
+    found, exact = (
+        [t.to(kind or t.dtype, copy=True).requires_grad_() for t in (rows, bias, weight)]
+        for kind in (None, torch.float64)
+    )
+    total = with_bias(*found[:2], ends, found[2] if is_weighted else None)
+    factor = exact[2] if is_weighted else 1.0
+    expected = exact[0] + factor * exact[1].repeat_interleave(counts, 0)
+    total.backward(gradient)
+    expected.backward(gradient.double())
+    tolerance = 2**-6 if dtype is torch.bfloat16 else 1e-5
+    for one, other in zip(
+        [total, *(leaf.grad for leaf in found[: 2 + is_weighted])],
+        [expected, *(leaf.grad for leaf in exact[: 2 + is_weighted])],
+        strict=True,
+    ):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+    assert (total.dtype, found[2].dtype) == (dtype, torch.float32)
