@@ -40,17 +40,17 @@ Every tiny model is random, of three layers, written by transformers, and passes
   pipeline and expert parallelism of 2 and their product.
 
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
-layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3` and those with gated delta networks (`pytest
-tests/integration/test_layouts.py`). A
-whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe` and `deepseek_v3`
-(`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there latent
-attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
-corrected (`generators/sglang/cpu_models.py` names each line of SGLang's). Engines whose two ranks
-have half of the experts each hold every tensor, and choose and compute what the learner does, in
-every family with experts, also with two groups of attention but for `mixtral`
-(`pytest tests/integration/test_routing_replay.py`). None of the published models was run. The
-config.json
-of {published} of them (`tests/support/shelf.py`) are read as
+layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3`, `gpt_oss` and those with gated delta
+networks (`pytest tests/integration/test_layouts.py`). A
+whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe`, `deepseek_v3` and
+`gpt_oss` (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there
+latent attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
+corrected (`generators/sglang/cpu_models.py` names each line of SGLang's), and attention computes
+windows and sinks (`generators/sglang/cpu.py`, `gpt_oss.py`). Engines whose two ranks have half of
+the experts each hold every tensor, and choose and compute what the learner does, in every family
+with experts, also with two groups of attention but for `mixtral` (`pytest
+tests/integration/test_routing_replay.py`). None of the published models was run. The config.json of
+{published} of them (`tests/support/shelf.py`) are read as
 transformers reads them, with the number of parameters that their pages show.
 
 ## What is taken from config.json
@@ -76,17 +76,21 @@ refused, too (docs/adr/0060).
 - `rope_scaling` or `rope_parameters` of another kind than {rope}, and keys of them that the rule
   does not have. Latent attention takes YaRN alone, with both of `mscale` and `mscale_all_dim` or
   neither.
-- `quantization_config` other than fp8 (e4m3) in blocks. Those weights are dequantized while they
-  are loaded; engines get what is published: unquantized, or as `weightbus.precision` has it.
+- `quantization_config` other than fp8 (e4m3) in blocks, and MXFP4 of gpt-oss. Those weights are
+  dequantized while they are loaded, and trained, published and exported in `learner.dtype`
+  (bfloat16): an export of gpt-oss has no blocks, and no `quantization_config`. Engines get what is
+  published: unquantized, or as `weightbus.precision` has it.
 - Numbers that no model has: sizes below 1, above 1024 layers or 4096 experts, groups that do not
   divide the experts, an odd number of channels that turn.
 - An output layer of other values beside `tie_word_embeddings` = true, as some merged adapters leave
   one: it would be dropped. Set the key to false, which is what transformers makes of such a folder.
-- Tensors of another type: those of 8 bits without the scales of their blocks, integers.
+- Tensors of another type: those of 8 or 4 bits without the scales of their blocks, integers.
 - Sizes that the layout does not divide, such as experts by `learner.expert_parallel`: with both
   numbers and the setting.
-- Families that are not here, with those that are. gpt-oss is one: its attention has sinks and
-  windows, which Megatron-Core 0.16.1 computes for packed sequences with Transformer Engine alone.
+- Layouts that divide heads of attention with windows or sinks between rings
+  (`learner.context_parallel` above what divides the heads), or experts with biases
+  (`learner.expert_tensor_parallel`).
+- Families that are not here, with those that are.
 
 Left out, with a line in the learner's log: layers that predict further tokens
 (`num_nextn_predict_layers`). An export has none, and the key is 0 in its config.json. A router's
@@ -155,6 +159,9 @@ def _attention(family: Family) -> str:
                 any("self_attention.k_layernorm.weight" in table for table in _of_all(family)),
             ),
             ("queries and keys normalized by use_qk_norm", "use_qk_norm" in options),
+            ("bias of the output", "self_attention.linear_proj.bias" in family.layer),
+            ("sinks", "self_attention.core_attention.softmax_offset" in family.layer),
+            ("windows in some layers", any(kind.has_window for kind in family.kinds.values())),
             ("neighbors turn", family.turns_pairs),
             ("gate of the output", family.gates_attention),
             ("gated delta networks between", any(kind.is_linear for kind in family.kinds.values())),
@@ -180,6 +187,9 @@ def _experts(family: Family) -> str:
     traits: list[str] = [router.score]
     traits += ["bias for the choice"] if router.has_bias else []
     traits += ["groups"] if "n_group" in family.keys else []
+    traits += ["biases"] if "mlp.router.bias" in sparse else []
+    traits += ["limited SwiGLU"] if family.activation.is_limited else []
+    traits += ["all of a layer in one tensor"] if family.stacks_experts else []
     traits += ["shared"] if shared else []
     traits += ["gate of the shared"] if any("gate_weight" in name for name in sparse) else []
     traits += ["dense layers first"] if "first_k_dense_replace" in family.keys else []

@@ -10,11 +10,14 @@ before and after attention.
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,7 +28,9 @@ from slipstream.learner.model.linear_attention.delta_rule import Chunks
 from slipstream.learner.model.ring_attention import Ring, ring_attention
 from slipstream.learner.model.rotary import Rotation
 from slipstream.learner.model.shared_prompts import SharedPrompts
+from slipstream.learner.model.windowed_attention import windowed_attention
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.hf_config import HfConfig
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ class VarlenCoreAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int = 1,
         *_args: object,
+        hf: HfConfig | None = None,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **_kwargs: object,
@@ -121,6 +128,13 @@ class VarlenCoreAttention(torch.nn.Module):
         default_scale = 1.0 / math.sqrt(config.kv_channels)
         self.scale = softmax_scale if softmax_scale is not None else default_scale
         self._turns = not config.multi_latent_attention  # latent attention has turned already
+        self.window = None if hf is None else hf.window_of(layer_number - 1)
+        # Sinks of this rank's query heads, [h], by Megatron's name.
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if hf is not None and hf.has_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     @override
     def forward(
@@ -141,6 +155,8 @@ class VarlenCoreAttention(torch.nn.Module):
         if self._turns:
             query, key = layout.rotation.turned(query), layout.rotation.turned(key)
         query, key, value = split.exchanged(query, key, value)
+        if self.window is not None or self.softmax_offset is not None:
+            return split.returned(self._windowed(query, key, value, layout))
         if layout.shared is not None:
             return shared_attention(query, key, value, layout, layout.shared, self.scale)
         if split.shares.rings > 1:
@@ -150,6 +166,29 @@ class VarlenCoreAttention(torch.nn.Module):
         else:
             output = grouped_attention(query, key, value, layout.groups, self.scale)
         return split.returned(output)
+
+    def _windowed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        shared, sinks = layout.shared, None
+        if shared is not None:
+            key, value = shared.of_all(key), shared.of_all(value)
+        if self.softmax_offset is not None:  # those of the heads that context parallelism left here
+            sinks = self.softmax_offset.view(layout.split.shares.parts, -1)[layout.split.part]
+        return windowed_attention(
+            query, key, value, layout.bounds, self.scale, window=self.window, sinks=sinks
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,  # noqa: ARG002  # megatron passes it
+    ) -> dict[str, Any]:
+        """Return the sinks in Megatron's sharded form; nothing without sinks."""
+        weights = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            weights, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return sharded
 
 
 def shared_attention(

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import msgspec
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
-from slipstream.learner.parallel import ParallelSizes
+from slipstream.learner.parallel import HeadShares, ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.adapters import check_targets
 from slipstream.wire.models.fp8 import quantization_trouble
@@ -142,6 +142,11 @@ def refuse_undivided(hf: HfConfig, sizes: ParallelSizes, setting: str = POLICY) 
         raise ConfigError(
             f"learner.{name} = {size}, and {setting} ({hf.model_type}) has no experts"
         )
+    if hf.has_biases and sizes.expert_tensor > 1:
+        raise ConfigError(
+            f"learner.expert_tensor_parallel = {sizes.expert_tensor}, and the experts of {setting} "
+            f"({hf.model_type}) have biases, with which they are not divided: set it to 1"
+        )
     divided = [
         ("num_attention_heads", hf.num_attention_heads, "tensor_parallel", sizes.tensor),
         ("num_key_value_heads", hf.num_query_groups, "tensor_parallel", sizes.tensor),
@@ -165,4 +170,16 @@ def refuse_undivided(hf: HfConfig, sizes: ParallelSizes, setting: str = POLICY) 
             raise ConfigError(
                 f"{name} of {setting} must be a multiple of learner.{size_setting}, got {size} and "
                 f"{ranks}"
+            )
+    has_windows = any(map(hf.window_of, range(hf.num_hidden_layers)))
+    if has_windows or hf.has_sinks:
+        heads_of_rank = hf.num_attention_heads // sizes.tensor
+        groups = hf.num_query_groups // sizes.tensor
+        shares = HeadShares.of(ranks=sizes.context, heads=heads_of_rank, groups=groups)
+        if shares.rings > 1:
+            what = f"windows of {hf.sliding_window} tokens" if has_windows else "sinks"
+            raise ConfigError(
+                f"learner.context_parallel = {sizes.context} makes {shares.rings} rings of the "
+                f"{heads_of_rank} query heads of a rank, and layers of {setting} have {what}, "
+                "which rings do not compute: set it to a number that divides the heads"
             )

@@ -32,7 +32,7 @@ from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
-from slipstream.learner.model.experts.grouped_experts import compute_in_groups
+from slipstream.learner.model.experts.grouped_experts import activation_of, compute_in_groups
 from slipstream.learner.model.experts.routing import hand_on_choices
 from slipstream.learner.model.latent_attention import latent_config
 from slipstream.learner.model.layers import install_swiglu, layer_specs
@@ -103,6 +103,7 @@ def build_model(
         hf, dtype, extra, learner or LearnerSection(), setting, on_cpu=device.device().type == "cpu"
     )
     config.rotary, config.attention_scale = Rotary.of(hf, device.device()), hf.attention_scale
+    config.expert_activation = activation_of(hf)
     return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
 
 
@@ -327,7 +328,7 @@ def transformer_config(
         "layernorm_epsilon": hf.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": hf.has_biases,
         "add_qkv_bias": hf.has_qkv_bias,
         "qk_layernorm": hf.has_qk_norm or hf.family.is_latent,
         "attention_output_gate": hf.family.gates_attention,

@@ -133,7 +133,7 @@ def _layer_spec(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleS
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
-    attention.core_attention = VarlenCoreAttention
+    attention.core_attention = ModuleSpec(module=VarlenCoreAttention, params={"hf": hf})
     if hf.layer_kind(number).is_linear:
         layer.self_attention = ModuleSpec(module=DeltaNetwork, params={"hf": hf})
     elif hf.family.is_latent:

@@ -22,8 +22,8 @@ from slipstream.wire.models.hf_config import HfConfig
 ADAPTER = "adapter"  # name of the adapter within its layer
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _STACK = re.compile(
-    r"(?<=\.experts\.)linear_fc[12]$"
-)  # weights of a rank's experts, one after another
+    r"(?<=\.experts\.)(linear_fc[12])(_bias)?$"
+)  # weights or biases of a rank's experts, one after another
 _SINGLE = "_slipstream_single"  # attribute of a stack: its storage, and weights of single experts
 ROUTER_BIAS = ".router.correction_bias"
 TIED_OUTPUT = "output_layer.weight"  # copy of the embedding, on the last of several stages
@@ -164,8 +164,10 @@ def _of_experts(name: str, stack: Tensor, first: int) -> Iterator[tuple[str, Ten
             tensor_parallel.copy_tensor_model_parallel_attributes(weight, stack)
             weight.partition_dim = stack.partition_dim - 1  # type: ignore[attr-defined]  # its mark
         setattr(stack, _SINGLE, (place, weights))
+    found = _STACK.search(name)
+    kind = "bias" if found is not None and found[2] else "weight"
     for number, weight in enumerate(weights, first):
-        yield _STACK.sub(rf"local_experts.{number}.\g<0>.weight", name), weight
+        yield _STACK.sub(rf"local_experts.{number}.\g<1>.{kind}", name), weight
 
 
 def _moved(name: str, number: re.Pattern[str], by: int) -> str:

@@ -67,6 +67,8 @@ class LayerRecorder:
             tensor: Tensor = output[1] if part == "experts" else output[0]
             if part == "experts":
                 tensor = tensor.sort(dim=-1).values
+            elif output[1] is not None:  # a bias, which Megatron adds with the residual
+                tensor = tensor + output[1]
             tensor = tensor.reshape(len(self._rows), -1)
             is_real = self._rows < self._num_tokens
             self.arrays[name] = tensor.detach().float().cpu()[is_real].numpy()

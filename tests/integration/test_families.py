@@ -140,7 +140,9 @@ def test_an_engine_that_differs_is_named(model: Callable[[str], Path], tmp_path:
 @pytest.mark.parametrize(
     ("learner", "names"),
     [
-        pytest.param(PRODUCT | {"expert_parallel": 2}, [EXPERTS, "glm4_moe"], id="tp2-pp2-ep2"),
+        pytest.param(
+            PRODUCT | {"expert_parallel": 2}, [EXPERTS, "glm4_moe", "gpt_oss"], id="tp2-pp2-ep2"
+        ),
         pytest.param(TP2, [*MODELS], id="tp2", marks=pytest.mark.slow),
         pytest.param(PP2, [*MODELS], id="pp2", marks=pytest.mark.slow),
         pytest.param(
@@ -222,3 +224,39 @@ def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
     described = json.loads((work / "fp8" / "config.json").read_text())
     assert "quantization_config" not in described
     assert described["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.slow  # tests/unit/learner/model/weights/test_hf_tensors.py has them by hand
+def test_weights_of_4_bits_are_loaded_as_transformers_does(
+    model: Callable[[str], Path], tmp_path: Path
+):
+    """Ranks have half of the experts each; what they export has no blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder = Path(shutil.copytree(model("gpt_oss"), tmp_path / "models" / "mxfp4"))
+    stored = load_file(folder / WEIGHTS)
+    numbers, values = torch.Generator().manual_seed(5), dict(stored)
+    for name in [name for name in stored if name.endswith("_proj") and ".experts." in name]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(
+            0, 256, (experts, rows, columns // 32, 16), generator=numbers, dtype=torch.uint8
+        )
+        scales = torch.randint(
+            115, 126, (experts, rows, columns // 32), generator=numbers, dtype=torch.uint8
+        )
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).float()
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    named = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": named}))
+    work = tmp_path / "work"
+    outputs(
+        start_ranks(
+            "support.ranks.round_trip", folder.parent, work, 2, ["mxfp4"], **TP2, expert_parallel=2
+        )
+    )
+    written = load_file(work / "mxfp4" / WEIGHTS)
+    assert written.keys() == values.keys()
+    assert all(written[name].equal(values[name]) for name in values)
+    assert "quantization_config" not in json.loads((work / "mxfp4" / "config.json").read_text())

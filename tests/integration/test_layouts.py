@@ -40,7 +40,9 @@ LATENTS = LATENT, FEW_LATENT
 # Linear attention in every second layer; few heads of attention alone.
 HYBRID, HYBRID_EXPERTS = Family("qwen3_5", 4), Family("qwen3_5_moe")
 NEXT, FEW_HYBRID = Family("qwen3_next"), Family("qwen3_5", 4, heads=2)
-BY_TRANSFORMERS = {*LATENTS, HYBRID, HYBRID_EXPERTS, NEXT, FEW_HYBRID}
+# Windows in every second layer, and sinks.
+SINKS, DEEP_SINKS = Family("gpt_oss"), Family("gpt_oss", 4)
+BY_TRANSFORMERS = {*LATENTS, HYBRID, HYBRID_EXPERTS, NEXT, FEW_HYBRID, SINKS, DEEP_SINKS}
 
 
 class Layout(NamedTuple):
@@ -61,6 +63,7 @@ QUICK = [
     layout("dp2", 2, DENSE),
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
     layout("tp2-cp2", 4, HYBRID, tensor=2, context=2),  # it has attention, too
+    layout("cp2-ep2", 2, SINKS, context=2, expert=2),
     # On two hosts, whose second has the last stage. Experts are computed again when another
     # microbatch has been through their layers.
     Layout(
@@ -117,6 +120,21 @@ SLOW = [
     layout("tp2-ep2", 2, HYBRID_EXPERTS, tensor=2, expert=2),
     layout("pp2-ep2", 4, HYBRID_EXPERTS, pipeline=2, expert=2),
     layout("tp2-pp2-ep2", 4, NEXT, tensor=2, pipeline=2, expert=2),
+    layout("dp2", 2, DEEP_SINKS),
+    layout("tp2", 2, DEEP_SINKS, tensor=2),
+    layout("tp2-pp2-ep2", 4, DEEP_SINKS, tensor=2, pipeline=2, expert=2),
+    Layout(
+        "pp2-cp2-recompute",
+        4,
+        DEEP_SINKS,
+        {
+            "pipeline_parallel": 2,
+            "context_parallel": 2,
+            "recompute": "selective",
+            "recompute_modules": ["core_attn", "moe"],
+        },
+    ),
+    Layout("offload", 1, DEEP_SINKS, {"offload": OFFLOAD}),
     layout("tp2-cp2", 4, TIED, tensor=2, context=2),
     layout("pp2-cp2", 4, DENSE, pipeline=2, context=2),
     layout("pp2-dp2", 4, DENSE, pipeline=2),
@@ -201,7 +219,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
 
 @pytest.mark.parametrize(
     "family",
-    [DENSE, *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS, LATENT, HYBRID))],
+    [
+        DENSE,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (TIED, EXPERTS, LATENT, HYBRID, SINKS)),
+    ],
 )
 def test_one_rank_computes_what_the_formulas_say(alone: Callable[[Family], Alone], family: Family):
     _, work, report = alone(family)
@@ -241,7 +262,15 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     (tmp_path / "reference").symlink_to(one.work.parent / "reference")
     outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
     section = LearnerSection(ranks=laid_out.ranks, **laid_out.learner)
-    has_experts = laid_out.family in {EXPERTS, FEW_EXPERTS, HYBRID_EXPERTS, NEXT, *LATENTS}
+    has_experts = laid_out.family in {
+        EXPERTS,
+        FEW_EXPERTS,
+        HYBRID_EXPERTS,
+        NEXT,
+        SINKS,
+        DEEP_SINKS,
+        *LATENTS,
+    }
     overlaps = section.sizes.has_copies(section.ranks, has_experts=has_experts)
     for rank, report in enumerate(reports(work, laid_out.ranks)):
         assert report["overlaps"] == [overlaps, overlaps]

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.integration
 LORA = {"rank": 4, "alpha": 8.0}
 PARTS = LORA | {"targets": ["q_proj", "v_proj", "down_proj"]}
 HYBRID = LORA | {"targets": ["q_proj", "o_proj", "out_proj", "gate_proj", "down_proj"]}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SINKS = LORA | {"targets": ATTENTION}  # beside biases, sinks and experts in one tensor
 Layout = tuple[str, str, int, dict[str, Any], dict[str, Any]]
 QUICK: list[Layout] = [
     ("tp2-pp2", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, LORA),
@@ -45,8 +47,9 @@ SLOW: list[Layout] = [
         "qwen3_moe",
         2,
         {"tensor_parallel": 2, "expert_parallel": 2},
-        LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        LORA | {"targets": ATTENTION},
     ),
+    ("sinks-tp2-ep2", "gpt_oss", 2, {"tensor_parallel": 2, "expert_parallel": 2}, SINKS),
 ]
 
 
@@ -60,7 +63,7 @@ def trained(
 ) -> Path:
     model = folder / f"model-{family}"
     if not model.is_dir():
-        write = write_family if family == "qwen3_5" else write_tiny_model
+        write = write_family if family in {"qwen3_5", "gpt_oss"} else write_tiny_model
         write(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
     work = folder / name
     settings = {"dtype": "float32", **learner}

@@ -143,6 +143,23 @@ MODELS: dict[str, dict[str, object]] = {
         "routed_scaling_factor": 1.5,
         "num_nextn_predict_layers": 0,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "swiglu_limit": 1.0,  # so low that it acts
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
 }
 IN_MAKE_TEST = {"deepseek_v3", "qwen3_5"}
 """Dense layers, experts and latent attention; linear attention. The others are slow; only they have

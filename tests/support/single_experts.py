@@ -1,5 +1,6 @@
 """Megatron's own experts, one after another, with its own dispatcher: what groups must compute."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,15 +9,22 @@ from torch import Tensor
 
 def single_weights(experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
     """Return the weights of a rank's ``GroupedExperts`` by the names of Megatron's."""
-    return {
-        f"local_experts.{number}.{name}.weight": weight
+    stacks = {
+        f"{name}.{kind}": getattr(experts, name + ("_bias" if kind == "bias" else ""))
         for name in ("linear_fc1", "linear_fc2")
-        for number, weight in enumerate(getattr(experts, name))
+        for kind in ("weight", "bias")
+    }
+    return {
+        f"local_experts.{number}.{name}": weight
+        for name, stack in stacks.items()
+        if stack is not None
+        for number, weight in enumerate(stack)
     }
 
 
 def megatrons_experts(mlp: Any) -> Any:  # noqa: ANN401
     """Return Megatron's module for a layer's experts, with weights of its own."""
+    from megatron.core.activations import quick_gelu
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -24,7 +32,18 @@ def megatrons_experts(mlp: Any) -> Any:  # noqa: ANN401
 
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     groups = get_default_pg_collection()
-    return SequentialMLP(mlp.num_local_experts, mlp.config, submodules, pg_collection=groups)
+    config, form = copy.copy(mlp.config), mlp.config.expert_activation
+    if form.slope != 1.0:  # Megatron's other gate has this one slope
+        config.activation_func, config.bias_activation_fusion = quick_gelu, False
+        config.glu_linear_offset = form.offset
+        config.activation_func_clamp_value = form.limit
+    single = SequentialMLP(mlp.num_local_experts, config, submodules, pg_collection=groups)
+    # It adds a bias in place, which autograd refuses.
+    for expert in single.local_experts if config.add_bias_linear else ():
+        expert.linear_fc2.register_forward_hook(
+            lambda _module, _inputs, out: (out[0].clone(), out[1])
+        )
+    return single
 
 
 def compute_one_by_one(mlp: Any, *, copied: bool = False) -> Any:  # noqa: ANN401

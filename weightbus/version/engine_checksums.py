@@ -145,7 +145,9 @@ def _pieces(
     fused: dict[str, list[Piece]] = {}
     for name in tensors:
         place = of.place_of(name, tensors)
-        fused.setdefault(place.name, []).append((place, name))
+        fused.setdefault(place.name, []).extend(
+            (placed, name) for placed in _matrices(place, tensors[name])
+        )
     for engine_name, places in fused.items():
         places.sort(key=lambda placed: placed[0].position)
         for rank in range(of.num_ranks):
@@ -156,6 +158,19 @@ def _pieces(
                     for place, name in of.held_by(rank, places)
                 ),
             )
+
+
+def _matrices(place: EngineTensor, tensor: Bits) -> Sequence[EngineTensor]:
+    """Return the places of a tensor's matrices, in their order: of each expert, or its own."""
+    if not place.has_experts:
+        return [place]
+    return [replace(place, position=number) for number in range(len(tensor))]
+
+
+def _of_piece(place: EngineTensor, tensor: Bits) -> Bits:
+    """Return the matrix of a place, as the engine has it: rows and columns."""
+    matrix = tensor[place.position] if place.has_experts else tensor
+    return matrix.swapaxes(0, 1) if place.is_transposed else matrix
 
 
 def host_checksum(parts: Iterable[Bits]) -> str:
@@ -183,7 +198,7 @@ def _share(
     place: EngineTensor, name: str, tensors: Mapping[str, Bits], rank: int, num_ranks: int
 ) -> Iterator[Bits]:
     """Yield a rank's share of a tensor, in parts; only padded rows are copied."""
-    whole = tensors[name]
+    whole = _of_piece(place, tensors[name])
     count, last = place.stacked, len(whole) // place.stacked
     if place.last_like:
         last = tensors[place.last_like].shape[1]
@@ -196,13 +211,16 @@ def _share(
 def _share_of_one(place: EngineTensor, tensor: Bits, rank: int, num_ranks: int) -> Iterator[Bits]:
     in_rows = num_ranks if place.split in {"rows", "vocabulary"} else 1
     in_columns = num_ranks if place.split == "columns" else 1
+    if place.split == "first" and rank:
+        yield np.zeros_like(tensor)
+        return
     of_each = place.row_multiple * (in_rows if place.split == "rows" else 1)
     rows = _rounded(len(tensor), of_each)
     if rows % in_rows:  # only the vocabulary's
         rows = _rounded(len(tensor), of_each * in_rows)
     first, last = (rows // in_rows * edge for edge in _edges(rank, in_rows))
     mine = tensor[first : min(last, len(tensor))]
-    if place.column_multiple * in_columns > 1:
+    if place.column_multiple * in_columns > 1 or place.is_transposed:
         columns = _rounded(tensor.shape[1], place.column_multiple * in_columns)
         left, right = (columns // in_columns * edge for edge in _edges(rank, in_columns))
         for start in range(0, len(mine), _ROWS_AT_A_TIME):

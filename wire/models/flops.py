@@ -30,7 +30,7 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
     sizes = hf.sizes
 
     layers = sum(
-        count * math.prod(tensor.whole_shape(sizes)) * (hf.experts_per_token if "*" in name else 1)
+        count * math.prod(tensor.shape_of_one(sizes)) * (hf.experts_per_token if "*" in name else 1)
         for layer, count in hf.family.layers_of(hf, range(hf.num_hidden_layers))
         for name, parameter in layer.items()
         for tensor in parameter.tensors
@@ -53,12 +53,15 @@ def num_adapter_parameters(hf: HfConfig, adapters: AdapterFacts) -> int:
 class SequenceCost:
     """Operations of a sequence by its length l: linear * l + quadratic * l * l.
 
-    The default counts tokens.
+    Layers with a window add ``windowed`` for each pair of tokens that it leaves. The default counts
+    tokens.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
     output: float = 0.0  # part of linear that a token costs only before one that is trained
+    windowed: float = 0.0  # the same as quadratic, of layers with a window
+    window: int = 0  # tokens that a token attends to there
 
     @classmethod
     def of(cls, hf: HfConfig, adapters: AdapterFacts | None = None) -> Self:
@@ -77,7 +80,8 @@ class SequenceCost:
         Both are of Chowdhery et al. 2022, PaLM, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T a
         token of a sequence of T, with H heads of size Q. Theirs counts every pair of tokens in
         attention. Of a causal mask half of them are left (l * l / 2), and the other half is not
-        computed by the kernels that the learner uses. The first term is that of Kaplan et al. 2020,
+        computed by the kernels that the learner uses; of a window w below l, w (2 l - w) / 2 are
+        left. The first term is that of Kaplan et al. 2020,
         section 2.1 (arXiv:2001.08361), where N leaves out the embedding; ours has the output layer,
         whose product is computed.
 
@@ -86,7 +90,8 @@ class SequenceCost:
         the same with any number of them.
         """
         layers = len(hf.attention_layers)
-        channels = layers * (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
+        windows = [hf.window_of(number) for number in hf.attention_layers]
+        channels = (hf.sizes["queries"] + hf.sizes["outputs"]) / 2
         scores_and_values = 2 * 2 * channels / 2  # two products, over half of the pairs
         linear = _PER_PARAMETER * num_multiplied_parameters(hf)
         if adapters is not None:
@@ -97,8 +102,14 @@ class SequenceCost:
         linear += (hf.num_hidden_layers - layers) * state
         head = hf.sizes["vocabulary"] * hf.sizes["hidden"]
         output = (_PER_PARAMETER if adapters is None else _PER_FROZEN_PARAMETER) * head
-        quadratic = _FORWARD_AND_BACKWARD * scores_and_values
-        return cls(linear=linear, quadratic=quadratic, output=output)
+        of_layer = _FORWARD_AND_BACKWARD * scores_and_values
+        return cls(
+            linear=linear,
+            quadratic=windows.count(None) * of_layer,
+            output=output,
+            windowed=(layers - windows.count(None)) * of_layer,
+            window=hf.sliding_window or 0,
+        )
 
     def flops_within(self, bounds: Sequence[int], num_trained: int) -> float:
         """Return the FLOPs of sequences laid end to end, which attend to themselves alone.
@@ -110,7 +121,9 @@ class SequenceCost:
 
     def flops(self, num_tokens: float) -> float:
         """Return the operations of one sequence; of a mean length, those of equal sequences."""
-        return (self.linear + self.quadratic * num_tokens) * num_tokens
+        seen = min(num_tokens, self.window)  # pairs are seen (2 l - seen) / 2
+        pairs = self.quadratic * num_tokens**2 + self.windowed * seen * (2 * num_tokens - seen)
+        return self.linear * num_tokens + pairs
 
 
 # TFLOP/s of tensor cores in bfloat16, without sparsity, from NVIDIA's data sheets, which give some

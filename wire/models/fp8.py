@@ -50,7 +50,7 @@ def bytes_per_parameter(hf: HfConfig, *, is_fp8: bool) -> float:
         return hf.num_routed_experts if "*" in name else 1
 
     matrices = sum(
-        count * copies(tensor.name) * math.prod(tensor.whole_shape(hf.sizes))
+        count * copies(tensor.name) * math.prod(tensor.shape_of_one(hf.sizes))
         for layer, count in hf.family.layers_of(hf, range(hf.num_hidden_layers))
         for parameter in layer.values()
         for tensor in parameter.tensors
@@ -88,6 +88,11 @@ def quantization_trouble(
         return (
             f'{where} for {hf.family.model_type}: expected "trained", as the engine multiplies '
             "parts of the matrix that expands its keys and values"
+        )
+    if hf.family.stacks_experts:
+        return (
+            f'{where} for {hf.family.model_type}: expected "trained", as the experts of a layer '
+            "are one tensor, of another order than blocks of fp8 have"
         )
     sizes, has_experts = hf.sizes, bool(hf.num_routed_experts)
     is_dense = hf.num_sparse_layers < hf.num_hidden_layers

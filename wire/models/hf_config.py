@@ -134,6 +134,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     topk_group: int | None = None
     topk_method: str | None = None
     num_nextn_predict_layers: int = 0
+    swiglu_limit: float | None = None
     # Latent attention.
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0
@@ -278,6 +279,16 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "self_attention.linear_qkv.bias" in self._attention
 
     @property
+    def has_biases(self) -> bool:
+        """True if attention's output projection, routers and experts have biases, too."""
+        return "self_attention.linear_proj.bias" in self._attention
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if each query head has a sink, a score that takes a share of its softmax."""
+        return "self_attention.core_attention.softmax_offset" in self._attention
+
+    @property
     def has_qk_norm(self) -> bool:
         """True if queries and keys are normalized per head."""
         return "self_attention.k_layernorm.weight" in self._attention
@@ -291,6 +302,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             "queries_and_gates": 2 * heads * self.kv_channels,
             "keys": self.num_query_groups * self.kv_channels,
             "head": self.kv_channels,
+            "heads": heads,
             "outputs": heads * self.value_channels,
             "inner": self.intermediate_size,
             "experts": self.num_routed_experts,
@@ -346,6 +358,7 @@ def _kind_of(config: HfConfig, family: Family, layer: int) -> str:
     return FULL_ATTENTION if is_full else next(others)
 
 
+MXFP4_BLOCK = 32  # numbers with a scale
 _MOST = 2**31 - 1
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
 # Least and most of a number of config.json, where it is given.
@@ -417,7 +430,7 @@ def load_hf_config(
     trouble = _size_trouble(config, family) or _kind_trouble(config, family)
     trouble = trouble or _head_trouble(config, family)
     trouble = trouble or _expert_trouble(config, family) or _rope_trouble(config, family)
-    if trouble or (trouble := _quantization_trouble(config)):
+    if trouble or (trouble := _quantization_trouble(config, family)):
         raise ConfigError(f"{path}: {trouble} ({setting})")
     return config
 
@@ -558,6 +571,8 @@ def _expert_trouble(config: HfConfig, family: Family) -> str:
             f"{config.num_hidden_layers}, got {config.first_k_dense_replace}: no layer would have "
             "experts"
         )
+    if family.activation.is_limited and not 0 < (config.swiglu_limit or 0) < math.inf:
+        return f"swiglu_limit must be above 0, got {config.swiglu_limit}"
     if config.routed_scaling_factor <= 0:
         return f"routed_scaling_factor must be above 0, got {config.routed_scaling_factor:g}"
     method = config.topk_method
@@ -572,7 +587,7 @@ def _expert_trouble(config: HfConfig, family: Family) -> str:
     return ""
 
 
-def _quantization_trouble(config: HfConfig) -> str:
+def _quantization_trouble(config: HfConfig, family: Family) -> str:
     """Return why quantized weights cannot be read."""
     found = config.quantization_config
     if found is None or (
@@ -582,9 +597,14 @@ def _quantization_trouble(config: HfConfig) -> str:
         and found.fmt in {None, "e4m3"}
     ):
         return ""
+    if found.quant_method == "mxfp4" and family.stacks_experts:
+        inner = {"hidden_size": config.hidden_size, "intermediate_size": config.expert_inner}
+        odd = [f"{name} = {size}" for name, size in inner.items() if size % MXFP4_BLOCK]
+        return f"mxfp4 has blocks of {MXFP4_BLOCK} numbers, got {odd[0]}" if odd else ""
     return (
         f"quantization_config has quant_method {found.quant_method!r}, weight_block_size "
-        f"{found.weight_block_size}, fmt {found.fmt!r}; only fp8 (e4m3) in blocks can be read"
+        f"{found.weight_block_size}, fmt {found.fmt!r}; only fp8 (e4m3) in blocks can be read, and "
+        "mxfp4 where the experts of a layer are one tensor"
     )
 
 

@@ -130,9 +130,9 @@ def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:
     """Return the elements of one rank's share of each parameter."""
 
     def share(parameter: Parameter) -> int:
-        shapes = [tensor.whole_shape(sizes) for tensor in parameter.tensors]
+        shapes = [tensor.shape_of_one(sizes) for tensor in parameter.tensors]
         match parameter.split:
-            case "whole":
+            case "whole" | "first":
                 return sum(map(prod, shapes))
             case "vocabulary":  # rows are padded to a multiple of the ranks
                 return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)

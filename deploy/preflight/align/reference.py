@@ -40,7 +40,7 @@ def main(model_folder: str, folder: Path, dtype: str) -> None:
         attention = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
         parts = [("attention", attention), ("mlp", mlp)]
         if isinstance(getattr(mlp, "experts", None), torch.nn.Module):
-            parts.append(("experts", mlp.gate))
+            parts.append(("experts", mlp.gate if hasattr(mlp, "gate") else mlp.router))
         for part, module in parts:
             hook = recording(point(number, part), is_choice=part == "experts")
             module.register_forward_hook(hook)

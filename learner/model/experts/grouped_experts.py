@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from slipstream.learner.model.experts.expert_exchange import Exchange
 from slipstream.learner.model.experts.expert_places import Places
-from slipstream.learner.model.experts.grouped_products import grouped_linear
+from slipstream.learner.model.experts.grouped_products import grouped_linear, with_bias
 from slipstream.learner.model.fused_gradients import main_gradient_of
-from slipstream.learner.model.kernels.swiglu import swiglu
+from slipstream.learner.model.kernels.swiglu import PLAIN, Form, swiglu
+from slipstream.wire.models.hf_config import HfConfig
 
 Replica = tuple[int, int, int]  # Megatron's numbers of a copy; the first, (0, 0, 0), is written
 
@@ -32,8 +33,10 @@ Replica = tuple[int, int, int]  # Megatron's numbers of a copy; the first, (0, 0
 class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyped
     """Experts of this rank.
 
-    ``linear_fc1`` is [E, 2I, H], gates first, then ups; ``linear_fc2`` is [E, H, I]. Where ranks
-    divide each expert, each part is computed as an expert, and a token is sent to all parts.
+    ``linear_fc1`` is [E, 2I, H], gates first, then ups; ``linear_fc2`` is [E, H, I]. With biases
+    ``linear_fc1_bias`` is [E, 2I] and ``linear_fc2_bias`` [E, H]. Where ranks divide each expert,
+    each part is computed as an expert, and a token is sent to all parts; experts with biases are
+    not divided.
     """
 
     def __init__(
@@ -52,6 +55,13 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
         self.linear_fc2 = self._made(
             (num_local_experts, hidden, inner), config.output_layer_init_method, 2
         )
+        self.linear_fc1_bias: torch.nn.Parameter | None = None
+        self.linear_fc2_bias: torch.nn.Parameter | None = None
+        if config.add_bias_linear:
+            zeros = torch.nn.init.zeros_
+            self.linear_fc1_bias = self._made((num_local_experts, 2 * inner), zeros, 1)
+            self.linear_fc2_bias = self._made((num_local_experts, hidden), zeros, 1)
+        self._form: Form = getattr(config, "expert_activation", PLAIN)
 
     def _made(self, shape: tuple[int, ...], init: Any, divided: int) -> torch.nn.Parameter:  # noqa: ANN401
         on_cpu = self.config.use_cpu_initialization
@@ -59,6 +69,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
         weight = torch.nn.Parameter(
             torch.empty(shape, dtype=self.config.params_dtype, device=where)
         )
+        # A mark of biases, too, with which every rank counts its own in norms of gradients.
         tensor_parallel.set_tensor_model_parallel_attributes(weight, True, divided, 1)
         if self.config.perform_initialization and on_cpu:
             init(weight)
@@ -96,8 +107,14 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
     def _outputs(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         up, down = self.linear_fc1, self.linear_fc2
         gate_up = grouped_linear(rows, up, ends, main_gradient_of(up, self.config))
-        inner = swiglu(gate_up, weights.unsqueeze(-1))
-        return grouped_linear(inner, down, ends, main_gradient_of(down, self.config))
+        if self.linear_fc1_bias is not None:
+            gate_up = with_bias(gate_up, self.linear_fc1_bias, ends)
+        weights = weights.unsqueeze(-1)
+        inner = swiglu(gate_up, weights, self._form)
+        outputs = grouped_linear(inner, down, ends, main_gradient_of(down, self.config))
+        if self.linear_fc2_bias is None:
+            return outputs
+        return with_bias(outputs, self.linear_fc2_bias, ends, weights)
 
     @override
     def sharded_state_dict(
@@ -130,7 +147,19 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
             return [share(key, half, replica, 1, n * parts + part, 2 * parts) for n, half in halves]
 
         key = f"{prefix}experts.linear_fc"
-        return {
+        biases = {
+            f"{prefix}linear_fc{number}_bias": ShardedTensor.from_rank_offsets(
+                f"{key}{number}.bias",
+                bias,
+                *sharded_offsets,
+                of_experts,
+                replica_id=replica,
+                prepend_axis_num=axis,
+            )
+            for number, bias in ((1, self.linear_fc1_bias), (2, self.linear_fc2_bias))
+            if bias is not None
+        }
+        return biases | {
             f"{prefix}linear_fc1": ShardedTensorFactory(
                 f"{key}1.weight",
                 self.linear_fc1,
@@ -142,6 +171,13 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
                 f"{key}2.weight", self.linear_fc2, replica, 2, part, parts
             ),
         }
+
+
+def activation_of(hf: HfConfig) -> Form:
+    """Return the activation of a model's experts."""
+    activation = hf.family.activation
+    limit = hf.swiglu_limit if activation.is_limited else None
+    return Form(activation.slope, activation.offset, limit)
 
 
 def compute_in_groups(layer: torch.nn.Module) -> None:

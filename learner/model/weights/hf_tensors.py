@@ -1,21 +1,33 @@
 """Tensors of a Hugging Face folder, read on demand and compared with a model's."""
 
 import logging
+import re
+from collections.abc import Container
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slipstream.learner.model.weights.mxfp4 import (
+    BLOCKS,
+    NOT_A_NUMBER,
+    SCALES,
+    packed_shapes,
+    unpacked,
+)
 from slipstream.learner.model.weights.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
-from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
-from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER, HfTensor, Sizes
+from slipstream.wire.models.hf_config import MXFP4_BLOCK, HfConfig
 from slipstream.wire.models.model_files import weight_files
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; in old files
+_OF_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+_FUSED = {"gate": "gate_up", "up": "gate_up"}
 _COMPARED_ROWS = 8192  # rows in memory at a time
 _log = logging.getLogger(__name__)
 
@@ -30,17 +42,47 @@ def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+class StoredMatrix(NamedTuple):
+    """StoredMatrix of a matrix or a vector in a folder."""
+
+    name: str  # tensor that has it
+    shape: tuple[int, ...]  # shape of that tensor
+    rows: int  # rows of the matrix
+    first: int = 0  # its first row there
+    expert: int | None = None  # its number there, if that tensor has those of all experts
+    is_transposed: bool = False
+
+
+def stored_matrix(tensor: HfTensor, sizes: Sizes, names: Container[str]) -> StoredMatrix:
+    """Return the place of a matrix in a folder with tensors of these names.
+
+    Matrices of experts may lie in one tensor of all of them, [E, 2I, H] or [E, H, I], where the
+    family's usual names are of single ones.
+    """
+    shape = tensor.shape_of_one(sizes)
+    single = _OF_EXPERT.fullmatch(tensor.name)
+    name = "" if single is None else f"{single[1]}{_FUSED.get(single[3], single[3])}_proj"
+    if single is None or tensor.name in names or name not in names:
+        whole = tensor.whole_shape(sizes)
+        return StoredMatrix(tensor.name, whole, shape[0], 0, tensor.expert, tensor.is_transposed)
+    rows, columns = shape
+    whole = (sizes["experts"], rows * (2 if single[3] in _FUSED else 1), columns)
+    return StoredMatrix(name, whole, rows, rows * (single[3] == "up"), int(single[2]))
+
+
 class HfTensors:
     """The tensors in a folder of safetensors files, read on demand.
 
-    8-bit tensors come with scales of their blocks, and are read as float32.
+    Tensors of 8 or 4 bits come with scales of their blocks, and are read as float32.
     """
 
     def __init__(self, folder: Path, setting: str = "run.model") -> None:
         self._folder, self._setting = folder, setting
         self._open_files = ExitStack()
         self._file_of: dict[str, safe_open] = {}
-        self._block: tuple[int, int] | None = None  # block of quantized tensors
+        self._block: tuple[int, int] | None = None  # block of tensors of 8 bits
+        self._packed: set[str] = set()  # tensors of 4 bits
+        self._sizes: Sizes = {}
 
     def __enter__(self) -> "HfTensors":
         with ExitStack() as stack:
@@ -70,9 +112,18 @@ class HfTensors:
             ConfigError: a tensor is missing, has another shape, or has no place in the model; or
                 the output layer is not the embedding although config.json ties them.
         """
-        shapes = hf_shapes(hf)
+        self._sizes, shapes = hf.sizes, dict[str, tuple[int, ...]]()
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
             self._block = hf.quantization_config.weight_block_size
+        for tensor in (tensor for _, mapping in hf.parameters() for tensor in mapping.tensors):
+            place = stored_matrix(tensor, hf.sizes, self._file_of)
+            if place.name in shapes or place.name in self._packed:
+                continue
+            if place.name + BLOCKS in self._file_of:
+                self._refuse_packed(tensor, hf)
+                self._packed.add(tensor.name)
+                continue
+            shapes[place.name] = place.shape
         for name, shape in shapes.items():
             if name not in self._file_of:
                 raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
@@ -82,7 +133,7 @@ class HfTensors:
                     f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
                     f"config.json, got {list(got)} ({self._setting})"
                 )
-            dtype = self._file_of[name].get_slice(name).get_dtype()  # type: ignore[no-untyped-call]  # safetensors is untyped
+            dtype = self._dtype(name)
             scales = name + SCALE_SUFFIX
             of_scales = self._shape(scales) if scales in self._file_of else None
             if trouble := number_trouble(name, dtype, shape, self._block, of_scales):
@@ -92,6 +143,7 @@ class HfTensors:
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
         if self._block is not None:
             used |= {name + SCALE_SUFFIX for name in shapes}
+        used |= {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
         ends = hf.num_hidden_layers + hf.num_nextn_predict_layers
         further = {n for n in self.names if hf.num_hidden_layers <= layer_of(n) < ends}
         if further:
@@ -129,18 +181,54 @@ class HfTensors:
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
 
-    def read(self, name: str, rows: slice, dim: int) -> Tensor:
-        """Return part of a tensor: some of its rows (0) or columns (1).
+    def _dtype(self, name: str) -> str:
+        dtype: str = self._file_of[name].get_slice(name).get_dtype()  # type: ignore[no-untyped-call]  # safetensors is untyped
+        return dtype
+
+    def _refuse_packed(self, tensor: HfTensor, hf: HfConfig) -> None:
+        """Refuse blocks of 4 bits that config.json, or the other tensors, contradict."""
+        name, found = tensor.name, hf.quantization_config
+        if found is None or found.quant_method != "mxfp4" or tensor.expert is None:
+            raise ConfigError(
+                f"{self._folder} holds {name}{BLOCKS}, which quantization_config of its "
+                f'config.json does not say: expected quant_method "mxfp4" ({self._setting})'
+            )
+        expected = packed_shapes((hf.sizes["experts"], *tensor.shape_of_one(hf.sizes)))
+        for suffix, shape in zip((BLOCKS, SCALES), expected, strict=True):
+            if name + suffix not in self._file_of:
+                raise ConfigError(
+                    f"{self._folder} holds no tensor {name}{suffix} ({self._setting})"
+                )
+            got, dtype = self._shape(name + suffix), self._dtype(name + suffix)
+            if (got, dtype) != (shape, "U8"):
+                raise ConfigError(
+                    f"{self._folder}: tensor {name}{suffix} must be U8 of shape {list(shape)} for "
+                    f"its config.json, got {dtype} of {list(got)} ({self._setting})"
+                )
+
+    def read(self, tensor: HfTensor, part: slice, dim: int) -> Tensor:
+        """Return part of a matrix or a vector: some of its rows (0) or columns (1).
 
         Raises:
-            ConfigError: a scale of its blocks is no finite number above 0.
+            ConfigError: a scale of its blocks makes no finite number.
         """
-        tensor = self._slice(name, rows, dim)
-        scales = name + SCALE_SUFFIX
+        if tensor.name in self._packed:
+            return self._unpacked(tensor, part, dim)
+        place = stored_matrix(tensor, self._sizes, self._file_of)
+        first, last = (part.start, part.stop) if dim == 0 else (0, place.rows)
+        rows = slice(place.first + first, place.first + last)
+        columns = slice(None) if dim == 0 else part
+        if place.is_transposed:
+            index: tuple[slice, ...] = (columns, rows)
+        else:
+            index = (rows,) if dim == 0 else (rows, columns)
+        of_expert = () if place.expert is None else (place.expert,)
+        found = self._at(place.name, *of_expert, *index)
+        scales = place.name + SCALE_SUFFIX
         if self._block is None or scales not in self._file_of:
-            return tensor
+            return found.T if place.is_transposed else found
         block = self._block[dim]
-        blocks = slice(rows.start // block, -(-rows.stop // block))
+        blocks = slice(part.start // block, -(-part.stop // block))
         of_blocks = self._slice(scales, blocks, dim)
         bad = of_blocks[~(of_blocks.isfinite() & (of_blocks > 0))]
         if len(bad):
@@ -148,11 +236,29 @@ class HfTensors:
                 f"{self._folder}: tensor {scales} has scales such as {float(bad[0]):g}, expected "
                 f"finite numbers above 0 ({self._setting})"
             )
-        return dequantized(tensor, of_blocks, self._block, dim, rows.start % block)
+        return dequantized(found, of_blocks, self._block, dim, part.start % block)
+
+    def _unpacked(self, tensor: HfTensor, part: slice, dim: int) -> Tensor:
+        """Return part of a matrix of 4 bits, [R, C] float32; blocks are of its columns."""
+        groups = slice(part.start // MXFP4_BLOCK, -(-part.stop // MXFP4_BLOCK))
+        index = (tensor.expert, part) if dim == 0 else (tensor.expert, slice(None), groups)
+        blocks, scales = (self._at(tensor.name + suffix, *index) for suffix in (BLOCKS, SCALES))
+        if (scales == NOT_A_NUMBER).any():
+            raise ConfigError(
+                f"{self._folder}: tensor {tensor.name}{SCALES} has a scale of {NOT_A_NUMBER}, "
+                f"which is no number: expected at most {NOT_A_NUMBER - 1} ({self._setting})"
+            )
+        numbers = unpacked(blocks, scales)
+        if dim == 0:
+            return numbers
+        skipped = part.start - groups.start * MXFP4_BLOCK
+        return numbers[:, skipped : skipped + part.stop - part.start]
 
     def _slice(self, name: str, rows: slice, dim: int) -> Tensor:
-        part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
-        tensor: Tensor = part[(slice(None),) * dim + (rows,)]
+        return self._at(name, *(slice(None),) * dim, rows)
+
+    def _at(self, name: str, *index: slice | int | None) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_slice(name)[index]  # type: ignore[no-untyped-call]  # safetensors is untyped
         return tensor
 
 

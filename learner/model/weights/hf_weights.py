@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from slipstream.learner.model.weights.gathering import (
     with_adapter,
 )
 from slipstream.learner.model.weights.hf_tensors import HfTensors
-from slipstream.learner.model.weights.shards import Geometry, ShardFacts, fuse, write_shard
+from slipstream.learner.model.weights.shards import Geometry, ShardFacts, fuse, in_turn, write_shard
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
@@ -60,25 +61,29 @@ def export_hf_weights(model: RankModel) -> Iterator[tuple[str, Tensor]]:
     for owner, owned in enumerate(facts):
         for shard_facts in owned:
             owners[shard_facts.name].append((owner, shard_facts))
-    for name, mapping in hf.parameters():
-        if rank != 0:
-            if name in mine:
-                exchange([(with_adapter(model, name, mine[name]).tensor.contiguous(), 0)], [])
-            continue
-        dtype = dtype_of(mapping, model)
-        tensors = [
-            torch.empty(tensor.whole_shape(hf.sizes), dtype=dtype) for tensor in mapping.tensors
-        ]
-        others = [
-            (shard_facts.shard(mapping, place_for(shard_facts, dtype)), owner)
-            for owner, shard_facts in owners[name]
-            if owner != rank
-        ]
-        exchange([], [(shard.tensor, owner) for shard, owner in others])
-        own = [with_adapter(model, name, mine[name])] if name in mine else []
-        for shard in (*own, *(shard for shard, _ in others)):
-            write_shard(shard, tensors, geometry_of(hf))
-        yield from zip(mapping.names, tensors, strict=True)
+    # Parameters of one tensor, as those of all experts may be, follow each other.
+    for names, parameters in groupby(hf.parameters(), key=lambda named: named[1].names):
+        tensors: list[Tensor] = []
+        for name, mapping in parameters:
+            if rank != 0:
+                if name in mine:
+                    exchange([(with_adapter(model, name, mine[name]).tensor.contiguous(), 0)], [])
+                continue
+            dtype = dtype_of(mapping, model)
+            tensors = tensors or [
+                torch.empty(tensor.whole_shape(hf.sizes), dtype=dtype) for tensor in mapping.tensors
+            ]
+            others = [
+                (shard_facts.shard(mapping, place_for(shard_facts, dtype)), owner)
+                for owner, shard_facts in owners[name]
+                if owner != rank
+            ]
+            exchange([], [(shard.tensor, owner) for shard, owner in others])
+            own = [with_adapter(model, name, mine[name])] if name in mine else []
+            for shard in (*own, *(shard for shard, _ in others)):
+                write_shard(shard, tensors, geometry_of(hf))
+        if rank == 0:
+            yield from zip(names, tensors, strict=True)
 
 
 def dtype_of(
@@ -95,15 +100,16 @@ def hf_specs(model: RankModel, dtype: torch.dtype | None = None) -> list[TensorS
     A ``dtype`` replaces the model's type, but not a type that the family requires.
     """
     hf = model.hf_config
-    return [
-        TensorSpec(
+    specs = {
+        tensor.name: TensorSpec(
             tensor.name,
             str(dtype_of(mapping, model, dtype)).removeprefix("torch."),
             tensor.whole_shape(hf.sizes),
         )
         for _, mapping in hf.parameters()
         for tensor in mapping.tensors
-    ]
+    }
+    return list(specs.values())
 
 
 def save_hf_folder(
@@ -167,14 +173,16 @@ def _read(
     """Return the value of this rank's weight, reading only its share."""
     dim, rank, ranks = split_of(name, weight)
     at = dim if dim is not None else 0
-    parts = []
+    parts = list[Tensor]()
     for tensor in mapping.tensors:
-        blocks = tensor.blocks(hf.sizes) if at == 0 else (tensor.whole_shape(hf.sizes)[at],)
+        blocks = tensor.blocks(hf.sizes) if at == 0 else (tensor.shape_of_one(hf.sizes)[at],)
+        in_turn_of = len(blocks) if tensor.is_interleaved else 1
         start = 0
-        for size in blocks:
+        for size in blocks[:1] if in_turn_of > 1 else blocks:
             share = -(-size // ranks)  # rounded up for the vocabulary, exact for the rest
             first, last = (min(number * share, size) for number in (rank, rank + 1))
-            parts.append(tensors.read(tensor.name, slice(start + first, start + last), at))
+            rows = slice(start + first * in_turn_of, start + last * in_turn_of)
+            parts += in_turn(tensors.read(tensor, rows, at), in_turn_of)
             start += size
     match mapping.kind:
         case "vocab":

@@ -9,6 +9,7 @@ from slipstream.wire.models.families.deepseek_v2 import DEEPSEEK_V2
 from slipstream.wire.models.families.deepseek_v3 import DEEPSEEK_V3
 from slipstream.wire.models.families.glm4 import GLM4
 from slipstream.wire.models.families.glm4_moe import GLM4_MOE
+from slipstream.wire.models.families.gpt_oss import GPT_OSS
 from slipstream.wire.models.families.latent import FUSED_BY_ENGINE, FUSED_NAME
 from slipstream.wire.models.families.llama import LLAMA
 from slipstream.wire.models.families.mixtral import MIXTRAL
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         GLM4,
         GLM4_MOE,
+        GPT_OSS,
     )
 }
 SCALE_SUFFIX = "_scale_inv"  # suffix of the scales of a quantized tensor's blocks
@@ -55,6 +57,8 @@ class EngineTensor:
     of_attention: bool = False  # split over the ranks of one attention group
     of_expert: int = 0  # tensors of each expert under this name, which has those of all of them
     stacked: int = 1  # matrices in it, each split by itself
+    has_experts: bool = False  # matrices of all experts of a layer in one tensor of ours, too
+    is_transposed: bool = False  # rows there are columns here
     partners: tuple[str, ...] = ()  # fused only if all of them are there
     dtype: Literal["model", "float32"] = "model"  # dtype in which it is published and kept
     # Tensor with as many columns as the last of its matrices has rows; else all have as many.
@@ -88,7 +92,8 @@ def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
 def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
     for parameter in (parameter for table in family.tables() for parameter in table.values()):
         for position, tensor in enumerate(parameter.tensors):
-            of_expert = len(parameter.tensors) if "*" in tensor.name else 0
+            has_experts = tensor.expert is not None
+            of_expert = len(parameter.tensors) if "*" in tensor.name or has_experts else 0
             name = tensor.engine_name or parameter.engine_name or tensor.name
             partners = tuple(
                 t.name for t in parameter.tensors if t.engine_name == tensor.engine_name
@@ -109,7 +114,9 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     parameter.split,
                     tensor.name == EMBEDDING or tensor.name.startswith("self_attn."),
                     of_expert,
-                    1 + len(tensor.below),
+                    1 if tensor.is_interleaved else 1 + len(tensor.below),
+                    has_experts,
+                    tensor.is_transposed,
                     partners,
                     tensor.dtype,
                     tensor.last_like,

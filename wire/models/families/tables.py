@@ -10,8 +10,8 @@ that turn, ``keys_and_values`` what keys and values are expanded to. Of linear a
 delta networks, Yang et al. 2024, arXiv:2412.06464) ``linear_keys`` and ``linear_values`` are the
 channels of all its heads, ``linear_projections`` those of queries, keys, values and gates,
 ``linear_heads`` the number of heads of values, ``linear_gates`` twice that, ``linear_head`` the
-channels of one, ``taps`` the tokens that its convolution sees. In names ``*`` is the number of an
-expert.
+channels of one, ``taps`` the tokens that its convolution sees. ``heads`` is the number of query
+heads. In names ``*`` is the number of an expert.
 """
 
 import math
@@ -30,6 +30,7 @@ Size = Literal[
     "queries_and_gates",
     "keys",
     "head",
+    "heads",
     "outputs",
     "inner",
     "experts",
@@ -52,8 +53,9 @@ Size = Literal[
 ]
 Sizes = Mapping[Size, int]
 # Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
-# whole, other sizes so that every rank's share is a multiple.
-Split = Literal["whole", "rows", "columns", "vocabulary"]
+# whole, other sizes so that every rank's share is a multiple. A bias that ranks of the engine sum
+# with their shares of a product is whole on the first one, and zeros on the others.
+Split = Literal["whole", "rows", "columns", "vocabulary", "first"]
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"
@@ -93,14 +95,23 @@ class HfTensor:
     column_multiple: int = 1
     # Rows of further matrices below the first one's, each split and padded by itself.
     below: tuple[Size, ...] = ()
+    is_interleaved: bool = False  # rows of its matrices follow each other in turn
     # Tensor with as many columns as the last of them has rows; else all have as many.
     last_like: str = ""
     engine_name: str = ""  # name in the engine, if not all tensors of the parameter have one
     dtype: Literal["model", "float32"] = "model"  # dtype in which it is kept and published
+    expert: int | None = None  # expert of the matrix, if the tensor has those of all of a layer
+    is_transposed: bool = False  # stored as columns and rows
+
+    def shape_of_one(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return its shape in a model of these sizes, of one expert."""
+        return (sum(self.blocks(sizes)), *(sizes[size] for size in self.shape[1:]))
 
     def whole_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return its shape in a model of these sizes."""
-        return (sum(self.blocks(sizes)), *(sizes[size] for size in self.shape[1:]))
+        """Return its shape in a folder, of all experts that it has."""
+        shape = self.shape_of_one(sizes)
+        shape = shape[::-1] if self.is_transposed else shape
+        return shape if self.expert is None else (sizes["experts"], *shape)
 
     def blocks(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the rows of its matrices, from the first to the last."""
@@ -146,7 +157,11 @@ class Parameter:
     def in_layer(self, prefix: str, expert: str = "") -> "Parameter":
         """Return the parameter of one layer, whose tensors begin with ``prefix``, of an expert."""
         tensors = tuple(
-            replace(tensor, name=prefix + tensor.name.replace("*", expert))
+            replace(
+                tensor,
+                name=prefix + tensor.name.replace("*", expert),
+                expert=None if tensor.expert is None else int(expert),
+            )
             for tensor in self.tensors
         )
         engine_name = prefix + self.engine_name if self.engine_name else ""
@@ -176,6 +191,15 @@ class LayerKind:
     layer: Table = field(default_factory=dict)  # parameters besides those of every layer
     has_window: bool = False  # a token attends to the last ``sliding_window`` tokens alone
     is_linear: bool = False  # gated delta network in the place of attention
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Gated activation: gate * sigmoid(slope * gate) * (up + offset)."""
+
+    slope: float = 1.0
+    offset: float = 0.0
+    is_limited: bool = False  # gates to ``swiglu_limit`` at most, ups to it either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +236,7 @@ class Family:
     ignored: frozenset[str] = frozenset()
     megatron: Mapping[str, object] = field(default_factory=dict)  # more of TransformerConfig
     router: RouterTraits = RouterTraits()
+    activation: Activation = Activation()  # activation of experts
     is_latent: bool = False  # attention's keys and values are compressed (MLA)
     gates_attention: bool = False  # attention's output passes a gate, computed with the queries
     centres_norms: bool = False  # norms multiply by 1 + weight, but for those of a gated output
@@ -222,6 +247,12 @@ class Family:
     def has_experts(self) -> bool:
         """True if some of its MLPs are experts, each token with its own."""
         return bool(self.sparse)
+
+    @property
+    def stacks_experts(self) -> bool:
+        """True if the matrices of all experts of a layer are one tensor in a folder."""
+        tensors = (tensor for each in self.sparse.values() for tensor in each.tensors)
+        return any(tensor.expert is not None for tensor in tensors)
 
     def layer_of(self, architecture: Architecture, number: int) -> dict[str, Parameter]:
         """Return the parameters of one layer of a model, by Megatron's name within it."""
@@ -281,7 +312,7 @@ class Family:
 
         def elements(parameters: Table) -> int:
             return sum(
-                math.prod(tensor.whole_shape(sizes)) * (sizes["experts"] if "*" in name else 1)
+                math.prod(tensor.shape_of_one(sizes)) * (sizes["experts"] if "*" in name else 1)
                 for name, parameter in parameters.items()
                 if not (architecture.tie_word_embeddings and name == "output_layer.weight")
                 for tensor in parameter.tensors
@@ -328,6 +359,32 @@ def gate_up(gate: str, up: str, engine_name: str, inner: Size = "inner") -> Para
     shape: tuple[Size, ...] = (inner, "hidden")
     tensors = tuple(HfTensor(name, shape, row_multiple=INNER_MULTIPLE) for name in (gate, up))
     return Parameter("gate_up", tensors, engine_name)
+
+
+def stacked(
+    name: str,
+    engine_name: str,
+    rows: Size,
+    *columns: Size,
+    below: tuple[Size, ...] = (),
+    divided: Split | None = None,
+) -> Parameter:
+    """Return an expert's part of a tensor that has all experts of a layer.
+
+    Matrices are stored as columns and rows. Two matrices below each other are a gate and its up,
+    whose rows are stored in turn.
+    """
+    tensor = HfTensor(
+        name,
+        (rows, *columns),
+        row_multiple=2 * INNER_MULTIPLE if below else 1,
+        column_multiple=INNER_MULTIPLE if "expert_inner" in columns else 1,
+        below=below,
+        is_interleaved=bool(below),
+        expert=0,
+        is_transposed=bool(columns),
+    )
+    return Parameter("gate_up" if below else "copy", (tensor,), engine_name, divided)
 
 
 def down(name: str, engine_name: str = "", inner: Size = "inner") -> Parameter:

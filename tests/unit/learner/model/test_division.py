@@ -31,8 +31,37 @@ EXPERTS = HfConfig(
 )
 
 
+SINKS = HfConfig(
+    model_type="gpt_oss",
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    full_attention_interval=2,
+    sliding_window=16,
+    swiglu_limit=7.0,
+)
+
+
 def test_a_layout_that_does_not_fit_is_refused():
     for hf, learner, why in [
+        (
+            SINKS,
+            {"tensor_parallel": 2, "context_parallel": 6},
+            "learner.context_parallel = 6 makes 2 rings of the 3 query heads of a rank, and layers "
+            "of run.model have windows of 16 tokens, which rings do not compute: set it to a "
+            "number that divides the heads",
+        ),
+        (
+            SINKS,
+            {"expert_tensor_parallel": 2},
+            "learner.expert_tensor_parallel = 2, and the experts of run.model (gpt_oss) have "
+            "biases, with which they are not divided: set it to 1",
+        ),
         (
             DENSE,
             {"tensor_parallel": 4},

@@ -161,6 +161,32 @@ def test_a_rank_has_the_experts_of_its_group_in_their_order(groups: int, attenti
         assert found[f"{MOE}.shared_experts.down_proj.weight{end}"] == digest(shared)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_experts_in_one_tensor_are_turned_and_split_each_by_itself(groups: int):
+    """Gates and ups lie in turn here and there; a bias of outputs is the first rank's alone."""
+    hidden, pairs, sharing, each = 3, 2 * INNER, 4 // groups, EXPERTS // groups
+    gate_up, down = weights(EXPERTS, hidden, pairs), weights(EXPERTS, INNER, hidden)
+    biases = weights(EXPERTS, pairs), weights(EXPERTS, hidden)
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    named = {
+        f"{MOE}.experts.{name}": one
+        for name, one in zip(names, (gate_up, down, *biases), strict=True)
+    }
+    found = expected_checksums(named, EngineLayout("cpu", 4, 1, groups))
+    for rank in range(4):
+        end = f" of rank {rank}" if rank else ""
+        own, place = slice(rank // sharing * each, (rank // sharing + 1) * each), rank % sharing
+        rows = slice(place * pairs // sharing, (place + 1) * pairs // sharing)
+        columns = slice(place * INNER // sharing, (place + 1) * INNER // sharing)
+        for name, expected in (
+            ("w13_weight", gate_up[own].mT[:, rows]),
+            ("w2_weight", down[own].mT[:, :, columns]),
+            ("w13_weight_bias", biases[0][own, rows]),
+            ("w2_weight_bias", biases[1][own] if place == 0 else torch.zeros(each, hidden)),
+        ):
+            assert found[f"{MOE}.experts.{name}{end}"] == digest(expected.contiguous()), name
+
+
 def test_a_cpu_pads_experts_for_all_ranks_though_fewer_share_them():
     named, layout = mixture(inner=40), EngineLayout("cpu", 4, 1, 2)
     found = expected_checksums(named, layout)

@@ -346,3 +346,53 @@ def test_as_many_tokens_may_be_others(tmp_path: Path, tokenizers: tuple[str, str
             continue
         with pytest.raises(ConfigError, match=r"\(algo.teacher.model\) numbers other tokens than"):
             refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_every_second_layer_has_a_window_where_config_json_does_not_say_which(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | {"sliding_window": 9}))
+    hf = load_hf_config(tmp_path)
+    assert [hf.window_of(layer) for layer in range(4)] == [9, None, 9, None]
+    kinds = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | {"layer_types": kinds}))
+    hf = load_hf_config(tmp_path)
+    assert [hf.window_of(layer) for layer in range(4)] == [None, None, 128, None]
+    assert hf.swiglu_limit == 7.0
+
+
+def test_what_is_not_computed_of_gpt_oss_is_refused_with_its_reason(tmp_path: Path):
+    mxfp4 = {"quant_method": "mxfp4"}
+    for changes, message in [
+        (
+            {"layer_types": ["full_attention", "chunked_attention"] * 2},
+            "must all be 'sliding_attention' or 'full_attention', got 'chunked_attention'",
+        ),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers = 4 layers, got 1"),
+        ({"sliding_window": 0}, "sliding_window must be from 1 to 2147483647, got 0"),
+        ({"swiglu_limit": 0}, "swiglu_limit must be above 0, got 0"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha must be 1.702, got 1.0"),
+        ({"attention_bias": False}, "attention_bias must be True, got False"),
+        (
+            {"quantization_config": mxfp4, "intermediate_size": 40},
+            "mxfp4 has blocks of 32 numbers, got intermediate_size = 40",
+        ),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark'.* only fp8"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | changes))
+        with pytest.raises(ConfigError, match=f"{message}.*run.model"):
+            load_hf_config(tmp_path)
+    mixtral = GPT_OSS | {"model_type": "mixtral", "quantization_config": mxfp4}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    with pytest.raises(ConfigError, match=r"'mxfp4'.* and mxfp4 where the experts of a layer are"):
+        load_hf_config(tmp_path)

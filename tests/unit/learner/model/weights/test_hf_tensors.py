@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from slipstream.learner.model.weights.hf_tensors import HfTensors, dequantized, hf_shapes
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.families.tables import HfTensor
 from slipstream.wire.models.hf_config import load_hf_config
 
 CONFIG = {
@@ -27,6 +28,7 @@ CONFIG = {
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
 DOWN = "model.layers.0.self_attn.o_proj.weight"  # [6, 8]
+O_PROJ = HfTensor(DOWN, ("hidden", "outputs"))
 
 
 def write(folder: Path, *, without: str = "", **more: torch.Tensor) -> None:
@@ -49,8 +51,8 @@ def test_a_part_of_a_quantized_tensor_has_the_scales_of_its_blocks(tmp_path: Pat
     write(tmp_path)
     with HfTensors(tmp_path) as tensors:
         tensors.refuse_others(load_hf_config(tmp_path))
-        rows = tensors.read(DOWN, slice(3, 5), 0)
-        columns = tensors.read(DOWN, slice(2, 6), 1)
+        rows = tensors.read(O_PROJ, slice(3, 5), 0)
+        columns = tensors.read(O_PROJ, slice(2, 6), 1)
     assert rows.tolist() == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
     assert columns[0].tolist() == [1.0, 1.0, 2.0, 2.0]
     assert columns[5].tolist() == [3.0, 3.0, 4.0, 4.0]
@@ -61,9 +63,9 @@ def test_scales_that_make_no_weights_are_refused(tmp_path: Path, scale: float):
     write(tmp_path, **{f"{DOWN}_scale_inv": torch.tensor([[1.0, 2.0], [3.0, scale]])})
     with HfTensors(tmp_path) as tensors:
         tensors.refuse_others(load_hf_config(tmp_path))
-        assert len(tensors.read(DOWN, slice(0, 4), 0)) == 4, "blocks of this rank are good"
+        assert len(tensors.read(O_PROJ, slice(0, 4), 0)) == 4, "blocks of this rank are good"
         with pytest.raises(ConfigError, match=f"such as {scale:g}, expected finite numbers above"):
-            tensors.read(DOWN, slice(2, 6), 0)
+            tensors.read(O_PROJ, slice(2, 6), 0)
 
 
 def test_blocks_at_the_ends_may_be_smaller():
@@ -121,9 +123,8 @@ def test_an_output_layer_that_would_be_dropped_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": False}))
     with HfTensors(tmp_path) as tensors:  # what it says to do
         tensors.refuse_others(load_hf_config(tmp_path))
-        assert tensors.read("lm_head.weight", slice(10, 11), 0).tolist() == [
-            [60, 61, 62, 63, 64, 66]
-        ]
+        head = HfTensor("lm_head.weight", ("vocabulary", "hidden"))
+        assert tensors.read(head, slice(10, 11), 0).tolist() == [[60, 61, 62, 63, 64, 66]]
 
 
 def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):
@@ -142,3 +143,118 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said_so(
     with caplog.at_level(logging.INFO):
         checked(tmp_path)
     assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text
+
+
+SINGLE = "model.layers.0.mlp.experts."  # of two experts: gate and up [4, 6], down [6, 4]
+
+
+def test_experts_are_read_from_tensors_that_have_all_of_them(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    hf = load_hf_config(tmp_path)
+    of_one = {t.name: t for _, mapping in hf.parameters() for t in mapping.tensors}
+    tensors = {name: torch.ones(shape) for name, shape in hf_shapes(hf).items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SINGLE)}
+    both, down = torch.arange(96.0).view(2, 8, 6), torch.arange(48.0).view(2, 6, 4)
+    stacked = {f"{SINGLE}gate_up_proj": both, f"{SINGLE}down_proj": down}
+    save_file(tensors | stacked, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with HfTensors(tmp_path) as found:
+        found.refuse_others(hf)
+        for name, rows, dim, expected in [
+            ("0.gate_proj", slice(1, 3), 0, both[0, 1:3]),
+            ("1.up_proj", slice(1, 3), 0, both[1, 5:7]),
+            ("1.up_proj", slice(2, 5), 1, both[1, 4:, 2:5]),
+            ("1.down_proj", slice(0, 2), 1, down[1, :, :2]),
+        ]:
+            part = found.read(of_one[f"{SINGLE}{name}.weight"], rows, dim)
+            assert part.equal(expected), name
+    wrong = stacked | {f"{SINGLE}gate_up_proj": both[:1]}
+    save_file(tensors | wrong, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"gate_up_proj must have shape \[2, 8, 6\] .* got \[1, 8"
+    ):
+        checked(tmp_path)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+PACKED = f"{SINGLE}down_proj"  # [2, 32, 64] by expert, row and column
+
+
+def write_packed(folder: Path, *, without: str = "", **more: torch.Tensor) -> HfTensor:
+    """Write a model with one tensor of 4 bits: expert, row and column decide its numbers."""
+    (folder / "config.json").write_text(json.dumps(GPT_OSS | MXFP4))
+    hf = load_hf_config(folder)
+    tensors = {name: torch.ones(shape) for name, shape in hf_shapes(hf).items()}
+    del tensors[PACKED]
+    numbers = torch.arange(2 * 32 * 2 * 16).remainder(256).to(torch.uint8)
+    tensors[f"{PACKED}_blocks"] = numbers.view(2, 32, 2, 16)
+    tensors[f"{PACKED}_scales"] = 120 + torch.arange(128).remainder(9).to(torch.uint8).view(
+        2, 32, 2
+    )
+    tensors |= more
+    tensors.pop(without, None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return next(
+        tensor
+        for name, mapping in hf.parameters()
+        for tensor in mapping.tensors
+        if name.endswith("local_experts.1.linear_fc2.weight")
+    )
+
+
+def test_numbers_of_4_bits_are_read_by_row_and_column(tmp_path: Path):
+    tensor = write_packed(tmp_path)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = [*magnitudes, *(-value for value in magnitudes)]
+
+    def by_hand(row: int, column: int) -> float:
+        byte = (((32 + row) * 2 + column // 32) * 16 + column % 32 // 2) % 256
+        number = table[byte >> 4 if column % 2 else byte & 15]
+        return number * 2.0 ** (120 + ((32 + row) * 2 + column // 32) % 9 - 127)
+
+    whole = torch.tensor([[by_hand(row, column) for column in range(64)] for row in range(32)])
+    with HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert tensors.read(tensor, slice(0, 32), 0).equal(whole)
+        assert tensors.read(tensor, slice(3, 7), 0).equal(whole[3:7])
+        assert tensors.read(tensor, slice(30, 50), 1).equal(whole[:, 30:50]), "blocks are cut"
+    assert whole.bfloat16().float().equal(whole), "bfloat16 has all of them"
+
+
+def test_blocks_of_4_bits_that_make_no_weights_are_refused(tmp_path: Path):
+    for without, more, message in [
+        (f"{PACKED}_scales", {}, f"holds no tensor {PACKED}_scales"),
+        (
+            "",
+            {f"{PACKED}_scales": torch.ones(2, 32, 3, dtype=torch.uint8)},
+            rf"{PACKED}_scales must be U8 of shape \[2, 32, 2\] .* got U8 of \[2, 32, 3\]",
+        ),
+        (
+            "",
+            {f"{PACKED}_blocks": torch.ones(2, 32, 2, 16)},
+            rf"{PACKED}_blocks must be U8 of shape .* got F32",
+        ),
+    ]:
+        write_packed(tmp_path, without=without, **more)
+        with pytest.raises(ConfigError, match=f"{message}.*run.model"):
+            checked(tmp_path)
+    tensor = write_packed(tmp_path, **{f"{PACKED}_scales": torch.full((2, 32, 2), 255).byte()})
+    with HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        with pytest.raises(ConfigError, match=r"has a scale of 255, .* expected at most 254"):
+            tensors.read(tensor, slice(0, 1), 0)
+    write_packed(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    with pytest.raises(ConfigError, match=r'_blocks, which .* does not say: .* "mxfp4"'):
+        checked(tmp_path)
