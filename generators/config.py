@@ -219,6 +219,12 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return family is not None and family.has_experts
 
     @property
+    def has_windows(self) -> bool:
+        """True if some layers of the policy attend to a window alone."""
+        family = FAMILIES.get(str(_model_config(self.model).get("model_type")))
+        return family is not None and any(kind.has_window for kind in family.kinds.values())
+
+    @property
     def num_probe_sequences(self) -> int:
         """Sequences that the engine computes in addition to its answers."""
         return self.weightbus.probe_sequences if self.weightbus.probe_every else 0

@@ -93,6 +93,29 @@ def without_pinned_memory() -> None:
     setattr(torch.Tensor, "pin_memory", itself)  # noqa: B010 mypy takes it for an assignment
 
 
+def take_sinks() -> None:
+    """Have SGLang's ``torch_native`` attention take sinks, which the functions below compute.
+
+    Import SGLang's modules first.
+    """
+    backend = importlib.import_module(_ATTENTION).TorchNativeAttnBackend
+    for name in ("forward_extend", "forward_decode"):
+        forward = getattr(backend, name)
+
+        def with_sinks(
+            self: Any,  # noqa: ANN401
+            *args: object,
+            _forward: Callable[..., Tensor] = forward,
+            sinks: Tensor | None = None,
+            **named: object,
+        ) -> Tensor:
+            self._sinks = sinks
+            return _forward(self, *args, **named)
+
+        setattr(backend, name, with_sinks)
+    backend._sinks = None
+
+
 def batch_decode_attention() -> None:
     """Replace the decode loop of SGLang's ``torch_native`` attention by one batched call.
 
@@ -121,12 +144,14 @@ def batch_decode_attention() -> None:
         scaling: float | None = None,
         enable_gqa: bool = False,
         causal: bool = False,
+        sliding_window_size: int | None = None,
         **rest: object,
     ) -> Tensor:
         batch = len(seq_lens)
         if encoder_lens is not None or any(rest.values()) or len(query) != batch:
             given = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
             options = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **rest}
+            options["sliding_window_size"] = sliding_window_size
             result: Tensor = per_sequence(self, *given, encoder_lens, **options)
             return result
         if getattr(self, "_decode_gather", None) is None:
@@ -135,6 +160,12 @@ def batch_decode_attention() -> None:
         key, value = (_gathered(cache, slots, batch, query.dtype) for cache in (k_cache, v_cache))
         heads = key.shape[1] if enable_gqa else query.shape[1]
         folded = query.reshape(batch, heads, -1, query.shape[-1])  # query heads of one key head
+        if sliding_window_size is not None:
+            first = seq_lens - 1 - sliding_window_size
+            visible = visible & (torch.arange(key.shape[2]) >= first[:, None, None, None])
+        if self._sinks is not None:
+            sinks = self._sinks.view(heads, -1, 1)
+            key, value, visible = _with_sinks(key, value, visible, sinks)
         attended = scaled_dot_product_attention(
             folded, key, value, attn_mask=visible, scale=scaling
         )
@@ -173,12 +204,14 @@ def extend_without_prefix_queries() -> None:
         scaling: float | None = None,
         enable_gqa: bool = False,
         causal: bool = False,
+        sliding_window_size: int | None = None,
         **rest: object,
     ) -> Tensor:
         if encoder_lens is not None or any(rest.values()) or not causal:
             given = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
             lengths = extend_prefix_lens, extend_seq_lens, encoder_lens
             options = {"scaling": scaling, "enable_gqa": enable_gqa, "causal": causal, **rest}
+            options["sliding_window_size"] = sliding_window_size
             result: Tensor = per_sequence(self, *given, *lengths, **options)
             return result
         new = extend_seq_lens.tolist()
@@ -190,7 +223,13 @@ def extend_without_prefix_queries() -> None:
                 _gathered(cache, slots, last - first, query.dtype) for cache in (k_cache, v_cache)
             )
             asked = query[tokens], key, value, extend_prefix_lens[run], extend_seq_lens[run]
-            output[tokens] = _attended(*asked, scaling=scaling, enable_gqa=enable_gqa)
+            output[tokens] = _attended(
+                *asked,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                before=sliding_window_size,
+                sinks=self._sinks,
+            )
         return output
 
     backend._run_sdpa_forward_extend = extend
@@ -266,6 +305,8 @@ def _attended(
     *,
     scaling: float | None,
     enable_gqa: bool,
+    before: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of new tokens, [new tokens, query heads, head size], like ``query``.
 
@@ -277,22 +318,45 @@ def _attended(
         new_lens: Numbers of new tokens, [B].
         scaling: Scale of the products; None is torch's.
         enable_gqa: True if several query heads share a key head.
+        before: Keys before its own that a token sees at most; None is all.
+        sinks: Score of each query head's sink, [query heads]; None: no sinks.
     """
     places = torch.arange(int(new_lens.max()))
     is_new = places[None] < new_lens[:, None]  # [B, longest new]
     padded = query.new_zeros(*is_new.shape, *query.shape[1:])
     padded[is_new] = query
     until = prefix_lens[:, None] + places[None]  # last visible key of each
-    visible = torch.arange(key.shape[2]) <= until[..., None]
+    keys = torch.arange(key.shape[2])
+    visible = keys <= until[..., None]
+    if before is not None:
+        visible &= keys >= until[..., None] - before
+    visible = visible[:, None]
+    if sinks is not None:
+        key, value, visible = _with_sinks(key, value, visible, sinks.view(-1, 1, 1))
     attended = scaled_dot_product_attention(
-        padded.transpose(1, 2),
-        key,
-        value,
-        attn_mask=visible[:, None],
-        scale=scaling,
-        enable_gqa=enable_gqa,
+        padded.transpose(1, 2), key, value, attn_mask=visible, scale=scaling, enable_gqa=enable_gqa
     )
     return attended.transpose(1, 2)[is_new]
+
+
+def _with_sinks(
+    key: Tensor, value: Tensor, visible: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values with one more, zeros, and a mask with its score: the sink.
+
+    Args:
+        key: Keys, [B, heads, K, head size].
+        value: Values, of the shape of ``key``.
+        visible: Mask, [B, 1, queries, K].
+        sinks: Scores, [heads, queries or 1, 1].
+    """
+    zeros = torch.zeros_like(visible, dtype=key.dtype)
+    scores = zeros.masked_fill_(~visible, -torch.inf).expand(-1, len(sinks), -1, -1)
+    rows = max(scores.shape[2], sinks.shape[1])
+    scores = scores.expand(-1, -1, rows, -1)
+    last = sinks.to(scores).expand(len(scores), -1, rows, 1)
+    key, value = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))
+    return key, value, torch.cat([scores, last], dim=-1)
 
 
 def _alike(lengths: list[int], new: list[int]) -> Iterator[tuple[int, int]]:

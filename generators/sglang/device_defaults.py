@@ -39,6 +39,10 @@ def device_defaults(settings: GeneratorSettings, packages: Set[str]) -> DeviceDe
         packages: Packages that are installed, see ``installed_packages``.
     """
     everywhere: dict[str, Flag] = {"enable_mixed_chunk": True} if _mixes(settings) else {}
+    if settings.has_windows:
+        # Its cache of windows is another one, which keeps less: sessions and routing replay know
+        # the usual one alone.
+        everywhere["disable_hybrid_swa_memory"] = True
     if settings.has_experts:
         everywhere["moe_runner_backend"] = MOE_RUNNER
     if settings.device == "cpu":

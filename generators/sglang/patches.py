@@ -22,7 +22,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import adoption, cpu_models, log_noise, shadow_loads
+from slipstream.generators.sglang import adoption, cpu_models, gpt_oss, log_noise, shadow_loads
 from slipstream.generators.sglang.mixed_batches import MixedBatches
 from slipstream.generators.sglang.ranks import failure_of, of_all_ranks
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
@@ -125,6 +125,8 @@ def install() -> None:
         cpu_models.EXPERTS: cpu_models.leave_out_far_experts,
         cpu_models.GATED_NORM: cpu_models.norm_with_gate,
         cpu_models.FUSED_GATED_NORM: cpu_models.norm_with_fused_gate,
+        gpt_oss.MODEL: gpt_oss.correct,
+        gpt_oss.ARGUMENTS: gpt_oss.take_native_attention,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}

@@ -64,6 +64,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     if on_cpu:
+        cpu.take_sinks()
         cpu.batch_decode_attention()
         cpu.extend_without_prefix_queries()
         cpu.widen_output_layer_by_blocks()

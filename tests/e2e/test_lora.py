@@ -95,9 +95,10 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
     [
         ("qwen3_5", ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"]),
         ("qwen3_next", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"]),
     ],
 )
-def test_engines_of_hybrid_models_have_adapters(
+def test_engines_of_models_with_kinds_of_layers_have_adapters(
     start_run: Callable[..., TinyRun], inputs: Path, name: str, targets: list[str]
 ):
     run = start_run(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.weightbus.version.engine_checksums import EngineLayout
-from tests.support.families import write_family
+from tests.support.families import as_family
 from tests.support.served import assert_trained_and_served
 from tests.support.tiny_run import TinyRun, assert_complete, rows_of
 
@@ -36,12 +36,7 @@ async def score(transcript: Transcript) -> dict:
 
 def as_deepseek(folder: Path) -> None:
     """Make the policy a DeepSeek-V3 of the same tokens."""
-    model = folder / "model"
-    known = json.loads((model / "config.json").read_text())
-    same = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
-    write_family(folder / "made", "deepseek_v3", **{key: known[key] for key in same})
-    for name in ("config.json", "model.safetensors"):
-        (folder / "made" / name).replace(model / name)
+    as_family(folder, "deepseek_v3")
 
 
 @pytest.fixture(scope="module")

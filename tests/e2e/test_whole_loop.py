@@ -116,6 +116,10 @@ def as_experts(folder: Path) -> None:
     make_qwen3_moe(folder / "model")
 
 
+def as_gpt_oss(folder: Path) -> None:
+    as_family(folder, "gpt_oss")
+
+
 # tests/e2e/test_targets.py has one of every kind of parallelism, and
 # tests/integration/test_layouts.py every layout's update.
 @pytest.mark.slow
@@ -140,6 +144,11 @@ def as_experts(folder: Path) -> None:
         pytest.param(2, as_qwen3, {"pipeline": 2}, {}, id="pp2"),
         pytest.param(2, as_qwen3, {"context": 2}, {}, id="cp2"),
         pytest.param(4, as_experts, {"pipeline": 2, "expert": 2}, {}, id="pp2-ep2"),
+        # Windows, sinks, biases, and the experts of a layer as one tensor; in `make test`,
+        # tests/integration/test_layouts.py has its update.
+        pytest.param(
+            2, as_gpt_oss, {"context": 2, "expert": 2}, {"run__routing_replay": "R3"}, id="gpt-oss"
+        ),
     ],
 )
 def test_a_learner_of_any_layout_publishes_what_it_learned(

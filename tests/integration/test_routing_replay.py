@@ -70,6 +70,7 @@ OF_ENGINES = [
         if one.has_dp_attention
     ),
     ("deepseek_v3", EngineLayout("cpu", 4, 2, 2)),
+    ("gpt_oss", EngineLayout("cpu", 2)),  # ranks share each expert, whose matrices are stacked
 ]
 TRIES = 20  # to pause in the midst of an answer: a slow machine may do it too late
 T = TypeVar("T")

@@ -220,6 +220,17 @@ def test_experts_are_run_by_kernels_that_read_them_as_they_were_published(
     assert "moe_runner_backend" not in dense
 
 
+def test_layers_with_windows_keep_all_tokens_in_the_usual_cache(model: Path, tmp_path: Path):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    windowed, other = (
+        device_defaults(generator_settings_of(folder), {"flashinfer"}).flags
+        for folder in (tmp_path, model)
+    )
+    assert windowed["disable_hybrid_swa_memory"] is True
+    assert "disable_hybrid_swa_memory" not in other
+
+
 def write_mixture(folder: Path, **changes: int) -> None:
     write_blank_model(folder, hidden=16, layers=1)
     config = json.loads((folder / "config.json").read_text())
