@@ -20,6 +20,7 @@ _FILES = {
     "qwen3_5_text": "qwen/qwen35_bridge.py",
     "qwen3_5_moe_text": "qwen/qwen35_bridge.py",
     "qwen3_moe": "qwen/qwen3_moe_bridge.py",
+    "gpt_oss": "gpt_oss/gpt_oss_bridge.py",
 }
 # Tensors that have all experts of a layer, by names of single ones.
 _OF_ALL = {

@@ -253,6 +253,50 @@ def _glm_moe(*sizes: int, inner: int, **more: Any) -> Config:  # noqa: ANN401 JS
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> Config:
+    return {
+        **_sizes(2880, 2880, layers, 64, 8, 201088),
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
+    }
+
+
 _LONG_BASE = {"eos_token_id": 151643, "max_position_embeddings": 131072, "sliding_window": 131072}
 _LLAMA_8B, _QWEN_7B = (4096, 14336, 32, 32, 8, 128256), (3584, 18944, 28, 28, 4, 152064)
 
@@ -501,6 +545,9 @@ SHELF: dict[str, Published] = {
         },
         0.07,
     ),
+    # Sizes of table 1 of arXiv:2508.10925; the page counts bytes of blocks.
+    "openai/gpt-oss-20b": Published(20.91, _gpt_oss(24, 32)),
+    "openai/gpt-oss-120b": Published(116.83, _gpt_oss(36, 128)),
 }
 # model_type of config.json of models that are refused, and what of them is not computed.
 REFUSED = {

@@ -44,9 +44,10 @@ class LearnerLaw:
         """
         cost = SequenceCost.of(hf)
         flops = gpu.peak_flops * mfu * num_gpus
+        per_token = cost.linear + 2 * cost.window * cost.windowed  # sequences far above a window
         return cls(
             step_s=step_s,
-            token_s=passes * cost.linear / flops,
+            token_s=passes * per_token / flops,
             pair_s=passes * cost.quadratic / flops,
         )
 

@@ -106,3 +106,19 @@ def test_the_peak_of_a_gpu_is_found_by_its_name():
         ("NVIDIA GeForce RTX 4090", None),
     ]:
         assert peak_tflops_of(name) == peak
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 5000])
+def test_a_token_attends_to_its_window_in_layers_that_have_one(tokens: int):
+    hf = shape_of("gpt-oss-20b")  # of 24 layers every second has a window of 128
+    cost = SequenceCost.of(hf)
+    channels = 64 * 64
+    full = tokens * tokens / 2
+    seen = min(tokens, 128)
+    windowed = seen * seen / 2 + (tokens - seen) * 128
+    attention = 3 * 2 * 2 * channels * 12 * (full + windowed)
+    linear = 6 * num_multiplied_parameters(hf) * tokens
+    assert cost.flops(tokens) == pytest.approx(linear + attention, rel=1e-12)
+    assert cost.flops(128) == pytest.approx(
+        SequenceCost(cost.linear, 2 * cost.quadratic).flops(128), rel=1e-12
+    ), "a window of all tokens changes nothing"
