@@ -92,9 +92,11 @@ refused, too (docs/adr/0060).
   (`learner.expert_tensor_parallel`).
 - Families that are not here, with those that are.
 
-Left out, with a line in the learner's log: layers that predict further tokens
-(`num_nextn_predict_layers`). An export has none, and the key is 0 in its config.json. A router's
-bias (`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
+Kept, with a line in the learner's log: layers that predict further tokens and the encoder of
+pictures of a published folder (`text_config` in its config.json) are not loaded or trained, and
+an export has them as they were, in the form of the folder that the run began with: its names, and
+all experts of a layer in one tensor if it has them so. A router's bias
+(`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
 
 Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
 """

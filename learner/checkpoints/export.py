@@ -46,10 +46,13 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
             f"{checkpoint} was trained from {source}, which is gone: its config.json and "
             "tokenizer are needed"
         )
+    hf = load_hf_config(source)
+    if hf.is_wrapped or hf.family.further or hf.num_nextn_predict_layers:  # it keeps some of them
+        source = found_model(fetch, with_weights=True)
     source = with_tokenizer(source, fetch.cache, fetch.setting)
     init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)
     try:
-        model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})
+        model = build_model(hf, dtype=getattr(torch, info.dtype), extra={})
         if info.adapters is not None:
             facts = msgspec.structs.replace(info.adapters, base=hash_of_base(source))
             load_hf_weights(model, source, f"the model of {checkpoint}")

@@ -4,7 +4,6 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import CheckpointInfo
@@ -56,7 +55,7 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
 def parameters_hash(model: "RankModel") -> str:
     """Return a hash of the names and whole shapes of all parameters, equal in any layout."""
     lines = [
-        f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model.hf_config).items())
+        f"{name} {list(shape)}\n" for name, shape in sorted(model.hf_config.tensor_shapes.items())
     ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -8,7 +8,6 @@ from slipstream.learner.model.adapters.lora import one_tensor
 from slipstream.learner.model.adapters.peft import adapters_of
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.weights.gathering import held_shards, parameter_of, with_adapter
-from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.learner.model.weights.hf_weights import hf_specs
 from slipstream.learner.model.weights.shards import Shard
 from slipstream.wire.messages.manifest import TensorSpec
@@ -55,7 +54,7 @@ class AdaptersAlone(Contents):
     @override
     def specs(self) -> list[TensorSpec]:
         """Return all A and B, in the model's type."""
-        shapes = adapter_shapes(hf_shapes(self._model.hf_config), self._adapters.facts)
+        shapes = adapter_shapes(self._model.hf_config.tensor_shapes, self._adapters.facts)
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
 

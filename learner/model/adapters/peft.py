@@ -11,7 +11,6 @@ from torch import Tensor
 from slipstream.learner.model.adapters.lora import LoraAdapters
 from slipstream.learner.model.adapters.low_rank import refuse_no_numbers
 from slipstream.learner.model.rank_model import RankModel
-from slipstream.learner.model.weights.hf_tensors import hf_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.models.adapters import (
@@ -49,7 +48,7 @@ def load_adapter(model: RankModel, folder: Path) -> None:
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no dict
-            expected = adapter_shapes(hf_shapes(model.hf_config), adapters.facts)
+            expected = adapter_shapes(model.hf_config.tensor_shapes, adapters.facts)
             refuse_other_tensors(found, expected, folder)
             for name in found:  # whole tensors, so every rank refuses alike
                 refuse_no_numbers(name, file.get_tensor(name), folder)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Container
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,26 +20,18 @@ from slipstream.learner.model.weights.mxfp4 import (
 )
 from slipstream.learner.model.weights.quantized import number_trouble
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.registry import SCALE_SUFFIX, layer_of
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.models.families.registry import SCALE_SUFFIX
 from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER, HfTensor, Sizes
-from slipstream.wire.models.hf_config import MXFP4_BLOCK, HfConfig
+from slipstream.wire.models.hf_config import MXFP4_BLOCK, HfConfig, name_alone
 from slipstream.wire.models.model_files import weight_files
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; in old files
 _OF_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 _FUSED = {"gate": "gate_up", "up": "gate_up"}
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _COMPARED_ROWS = 8192  # rows in memory at a time
 _log = logging.getLogger(__name__)
-
-
-def hf_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and whole shape of every Hugging Face tensor of a model."""
-    sizes = hf.sizes
-    return {
-        tensor.name: tensor.whole_shape(sizes)
-        for _, mapping in hf.parameters()
-        for tensor in mapping.tensors
-    }
 
 
 class StoredMatrix(NamedTuple):
@@ -73,13 +65,17 @@ def stored_matrix(tensor: HfTensor, sizes: Sizes, names: Container[str]) -> Stor
 class HfTensors:
     """The tensors in a folder of safetensors files, read on demand.
 
-    Tensors of 8 or 4 bits come with scales of their blocks, and are read as float32.
+    Tensors of 8 or 4 bits come with scales of their blocks, and are read as float32. Those of a
+    language model within another have the names that they would have alone.
     """
 
     def __init__(self, folder: Path, setting: str = "run.model") -> None:
         self._folder, self._setting = folder, setting
         self._open_files = ExitStack()
         self._file_of: dict[str, safe_open] = {}
+        self._stored_as: dict[str, str] = {}  # names in the folder, where they are others
+        self.kept: tuple[str, ...] = ()
+        """Tensors that a policy does not have, and that an export keeps as they are."""
         self._block: tuple[int, int] | None = None  # block of tensors of 8 bits
         self._packed: set[str] = set()  # tensors of 4 bits
         self._sizes: Sizes = {}
@@ -112,18 +108,12 @@ class HfTensors:
             ConfigError: a tensor is missing, has another shape, or has no place in the model; or
                 the output layer is not the embedding although config.json ties them.
         """
-        self._sizes, shapes = hf.sizes, dict[str, tuple[int, ...]]()
+        if hf.is_wrapped:
+            self._stored_as = {name_alone(name): name for name in self._file_of}
+            self._file_of = {name_alone(name): file for name, file in self._file_of.items()}
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
             self._block = hf.quantization_config.weight_block_size
-        for tensor in (tensor for _, mapping in hf.parameters() for tensor in mapping.tensors):
-            place = stored_matrix(tensor, hf.sizes, self._file_of)
-            if place.name in shapes or place.name in self._packed:
-                continue
-            if place.name + BLOCKS in self._file_of:
-                self._refuse_packed(tensor, hf)
-                self._packed.add(tensor.name)
-                continue
-            shapes[place.name] = place.shape
+        shapes = self._expected(hf)
         for name, shape in shapes.items():
             if name not in self._file_of:
                 raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
@@ -133,34 +123,51 @@ class HfTensors:
                     f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
                     f"config.json, got {list(got)} ({self._setting})"
                 )
-            dtype = self._dtype(name)
-            scales = name + SCALE_SUFFIX
-            of_scales = self._shape(scales) if scales in self._file_of else None
-            if trouble := number_trouble(name, dtype, shape, self._block, of_scales):
-                raise ConfigError(f"{self._folder}: {trouble} ({self._setting})")
+            self._refuse_numbers(name, shape)
         if hf.tie_word_embeddings and OUTPUT_LAYER in self._file_of:
             self._refuse_untied()
         used = shapes.keys() | ({OUTPUT_LAYER} if hf.tie_word_embeddings else set())
         if self._block is not None:
             used |= {name + SCALE_SUFFIX for name in shapes}
         used |= {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
-        ends = hf.num_hidden_layers + hf.num_nextn_predict_layers
-        further = {n for n in self.names if hf.num_hidden_layers <= layer_of(n) < ends}
-        if further:
+        self.kept = tuple(sorted(name for name in self.names - used if hf.keeps(name)))
+        if self.kept:
             _log.info(
-                "%s: %d tensors of layers that predict further tokens are not loaded, trained or "
-                "exported (num_nextn_predict_layers = %d)",
+                "%s: %d tensors of pictures or of layers that predict further tokens are not "
+                "trained, and exported as they are",
                 self._folder,
-                len(further),
-                hf.num_nextn_predict_layers,
+                len(self.kept),
             )
-        others = self.names - used - further
+        for name in self.kept:
+            self._refuse_numbers(name, self._shape(name))
+        others = self.names - used - {n + end for n in self.kept for end in ("", SCALE_SUFFIX)}
         left = sorted(n for n in others if not n.endswith(_IGNORED_SUFFIX))
         if left:
             raise ConfigError(
                 f"{self._folder} holds {len(left)} tensors that a {hf.model_type} model does not "
                 f"have, such as {left[0]} ({self._setting})"
             )
+
+    def _expected(self, hf: HfConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that tensors of these names must have; those of 4 bits are checked."""
+        self._sizes, shapes = hf.sizes, dict[str, tuple[int, ...]]()
+        for tensor in (tensor for _, mapping in hf.parameters() for tensor in mapping.tensors):
+            place = stored_matrix(tensor, hf.sizes, self._file_of)
+            if place.name in shapes or place.name in self._packed:
+                continue
+            if place.name + BLOCKS in self._file_of:
+                self._refuse_packed(tensor, hf)
+                self._packed.add(tensor.name)
+                continue
+            shapes[place.name] = place.shape
+        return shapes
+
+    def _refuse_numbers(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor whose numbers are no weights, or lack the scales that make them so."""
+        scales = name + SCALE_SUFFIX
+        of_scales = self._shape(scales) if scales in self._file_of else None
+        if trouble := number_trouble(name, self._dtype(name), shape, self._block, of_scales):
+            raise ConfigError(f"{self._folder}: {trouble} ({self._setting})")
 
     def _refuse_untied(self) -> None:
         """Refuse a separate output layer if config.json says that it is the embedding."""
@@ -179,10 +186,10 @@ class HfTensors:
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]  # safetensors is untyped
+        return tuple(self._slices(name).get_shape())
 
     def _dtype(self, name: str) -> str:
-        dtype: str = self._file_of[name].get_slice(name).get_dtype()  # type: ignore[no-untyped-call]  # safetensors is untyped
+        dtype: str = self._slices(name).get_dtype()
         return dtype
 
     def _refuse_packed(self, tensor: HfTensor, hf: HfConfig) -> None:
@@ -258,8 +265,28 @@ class HfTensors:
         return self._at(name, *(slice(None),) * dim, rows)
 
     def _at(self, name: str, *index: slice | int | None) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_slice(name)[index]  # type: ignore[no-untyped-call]  # safetensors is untyped
+        tensor: Tensor = self._slices(name)[index]
         return tensor
+
+    def _slices(self, name: str) -> Any:  # noqa: ANN401 safetensors is untyped
+        return self._file_of[name].get_slice(self._stored_as.get(name, name))  # type: ignore[no-untyped-call]
+
+    def stored_as(self, name: str) -> str:
+        """Return the name of a tensor of the policy in this folder."""
+        return self._stored_as.get(name, name)
+
+    def kept_spec(self, name: str) -> TensorSpec:
+        """Return what ``kept_tensor`` returns, under its name in the folder."""
+        dtype = _DTYPES.get(self._dtype(name), "bfloat16")
+        return TensorSpec(self.stored_as(name), dtype, self._shape(name))
+
+    def kept_tensor(self, name: str) -> Tensor:
+        """Return a tensor that is kept, whole; one of 8 bits in bfloat16, times its scales."""
+        tensor = self._at(name, slice(None))
+        if self._block is None or name + SCALE_SUFFIX not in self._file_of:
+            return tensor
+        scales = self._at(name + SCALE_SUFFIX, slice(None))
+        return dequantized(tensor, scales, self._block, 0, 0).bfloat16()
 
 
 def dequantized(

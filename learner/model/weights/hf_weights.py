@@ -3,9 +3,12 @@
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +24,10 @@ from slipstream.learner.model.weights.gathering import (
     split_of,
     with_adapter,
 )
-from slipstream.learner.model.weights.hf_tensors import HfTensors
+from slipstream.learner.model.weights.hf_tensors import HfTensors, stored_matrix
 from slipstream.learner.model.weights.shards import Geometry, ShardFacts, fuse, in_turn, write_shard
 from slipstream.weightbus.version.layout import plan_layout, safetensors_header, tensor_offsets
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.families.tables import Parameter
@@ -129,41 +133,92 @@ def save_hf_folder(
         for _ in tensors:
             pass
         return
-    specs = hf_specs(model, dtype)
     try:
-        with replacing_folder(folder, durable=False) as unfinished:
+        with replacing_folder(folder, durable=False) as unfinished, ExitStack() as stack:
             for path in copied_files(source_folder):
                 copy = unfinished / path.relative_to(source_folder)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-            _describe_export(unfinished)
-            _write_weights(unfinished / WEIGHTS, specs, tensors)
+            source = _opened(source_folder, model.hf_config, stack)
+            _describe_export(unfinished, keeps_more=bool(source and source.kept))
+            _write_weights(unfinished / WEIGHTS, _form_of(model, source, dtype), tensors)
     finally:
         for _ in tensors:  # a failure here must not stop the other ranks' sends
             pass
 
 
-def _write_weights(
-    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
-) -> None:
+def _opened(folder: Path, hf: HfConfig, stack: ExitStack) -> HfTensors | None:
+    """Return the weights that a model was made from, for their form; None where they are gone.
+
+    Raises:
+        ConfigError: they are gone, and an export is to keep some of them.
+    """
+    try:
+        source = stack.enter_context(HfTensors(folder))
+        source.refuse_others(hf)
+    except ConfigError:
+        if hf.is_wrapped or hf.num_nextn_predict_layers:
+            raise
+        return None
+    return source
+
+
+class _Form(NamedTuple):
+    """The form of the weights in a folder."""
+
+    specs: list[TensorSpec]
+    places: dict[str, tuple[str, int]]  # tensor of the folder, and first number there, by own name
+    kept: dict[str, Callable[[], Tensor]]  # tensors that are written as they were
+
+
+def _form_of(model: RankModel, source: HfTensors | None, dtype: torch.dtype | None) -> _Form:
+    """Return the form of an export: names, and tensors of all experts, are those of the source."""
+    hf, specs = model.hf_config, dict[str, TensorSpec]()
+    form = _Form([], {}, {})
+    names = source.names if source is not None else set()
+    for _, mapping in hf.parameters():
+        kind = str(dtype_of(mapping, model, dtype)).removeprefix("torch.")
+        for tensor in mapping.tensors:
+            place = stored_matrix(tensor, hf.sizes, names)
+            name = place.name if source is None else source.stored_as(place.name)
+            specs[name] = TensorSpec(name, kind, place.shape)
+            expert = place.expert if place.name != tensor.name else None
+            first = 0 if expert is None else expert * place.shape[1] + place.first
+            form.places[tensor.name] = name, first * (place.shape[-1] if first else 1)
+    if source is not None:
+        for name in source.kept:
+            spec = source.kept_spec(name)
+            specs[spec.name] = spec
+            form.kept[spec.name] = partial(source.kept_tensor, name)
+    form.specs.extend(specs.values())
+    return form
+
+
+def _write_weights(path: Path, form: _Form, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write a safetensors file, each tensor to its place on arrival."""
-    layout = plan_layout(specs, bucket_bytes=1)
+    layout = plan_layout(form.specs, bucket_bytes=1)
     header, offsets = safetensors_header(layout), tensor_offsets(layout)
-    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in form.specs}
     with path.open("wb") as file:
         file.write(header)
-        for name, tensor in tensors:
-            file.seek(len(header) + offsets[name])
+
+        def write(tensor: Tensor, name: str, first: int) -> None:
             flat = tensor.to(dtypes[name]).contiguous().flatten()
+            file.seek(len(header) + offsets[name] + first * flat.itemsize)
             file.write(flat.view(torch.uint8).numpy().data)
 
+        for name, tensor in tensors:
+            write(tensor, *form.places[name])
+        for stored, kept in form.kept.items():
+            write(kept(), stored, 0)
 
-def _describe_export(folder: Path) -> None:
+
+def _describe_export(folder: Path, *, keeps_more: bool) -> None:
     """Remove from copied configs the entries that an export makes untrue."""
     files = {path.name for path in folder.iterdir()}
     for path in (folder / name for name in ("config.json", "tokenizer_config.json")):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        if (exported := as_exported(config, files)) != config:
+        if (exported := as_exported(config, files, keeps_more=keeps_more)) != config:
             path.write_text(json.dumps(exported, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -8,10 +8,11 @@ from slipstream.wire.models.families.delta import HYBRID_DEFAULTS, HYBRID_KEYS, 
 from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE, QWEN_MOE_KEYS
 from slipstream.wire.models.families.tables import ENDS, MLP, NORMS, UNTIED, Family
 
-_FIXED = {"attention_bias": False, "attn_output_gate": True}
+# The gate of linear attention: SGLang computes what output_gate_type says, transformers SiLU.
+_FIXED = {"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"}
 _KEYS = HYBRID_KEYS | {"mrope_section", "mtp_num_hidden_layers"}
 _RENAMED = {"mtp_num_hidden_layers": "num_nextn_predict_layers"}
-_IGNORED = frozenset({"mamba_ssm_dtype", "mtp_use_dedicated_embeddings", "output_gate_type"})
+_IGNORED = frozenset({"mamba_ssm_dtype", "mtp_use_dedicated_embeddings"})
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",

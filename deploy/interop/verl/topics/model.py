@@ -116,7 +116,7 @@ TOPIC.dropped(
     "code of a model is never run: families are known by name ([models.md](models.md))",
 )
 _model.dropped(
-    "mtp.**", "layers that predict further tokens are left out, in training and in sampling"
+    "mtp.**", "layers that predict further tokens are not trained nor used; exports keep them"
 )
 TOPIC.dropped(
     f"{MODEL}.use_remove_padding {ACTOR}.use_remove_padding", "always on: sequences are packed"

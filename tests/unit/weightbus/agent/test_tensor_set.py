@@ -9,6 +9,8 @@ from slipstream.weightbus.agent.tensor_set import Shapes, TensorSet, mismatch, m
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+from slipstream.wire.models.hf_config import load_hf_config
+from tests.support.family_models import MODELS, SHAPE
 
 MODEL: Shapes = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
 TIED = {"lm_head.weight": (8, 4)}
@@ -104,15 +106,19 @@ def test_a_folder_without_weights_is_named(tmp_path: Path):
         model_tensors(tmp_path, dtype="float32")
 
 
-def test_scales_and_layers_that_predict_further_tokens_are_none_of_the_policys(tmp_path: Path):
+def test_tensors_are_those_that_a_learner_publishes_whatever_a_folder_has(tmp_path: Path):
     names = ("model.norm.weight", "model.layers.0.a.weight", "model.layers.0.a.weight_scale_inv")
-    tensors = {name: torch.zeros(2) for name in (*names, "model.layers.1.enorm.weight")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")  # of no model that is known
     assert model_tensors(tmp_path, dtype="bfloat16").shapes.keys() == set(names[:2])
-    (tmp_path / "config.json").write_text("{}")
-    assert "model.layers.1.enorm.weight" in model_tensors(tmp_path, dtype="bfloat16").shapes
+    config = {**SHAPE, **MODELS["qwen3_5_moe"], "mtp_num_hidden_layers": 1}
+    around = {"model_type": "qwen3_5_moe", "text_config": config, "tie_word_embeddings": False}
+    for written in (config, around):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        found = model_tensors(tmp_path, dtype="bfloat16")
+        assert found.shapes == load_hf_config(tmp_path).tensor_shapes
+        assert found.specs["model.layers.0.linear_attn.A_log"].dtype == "float32"
+        assert found.shapes["model.layers.0.mlp.experts.7.gate_proj.weight"] == (32, 64)
 
 
 def test_a_routers_bias_is_published_in_float32_whatever_the_engines_type_is():

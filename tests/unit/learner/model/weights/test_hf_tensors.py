@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.learner.model.weights.hf_tensors import HfTensors, dequantized, hf_shapes
+from slipstream.learner.model.weights.hf_tensors import HfTensors, dequantized
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.families.tables import HfTensor
 from slipstream.wire.models.hf_config import load_hf_config
 
@@ -33,7 +34,7 @@ O_PROJ = HfTensor(DOWN, ("hidden", "outputs"))
 
 def write(folder: Path, *, without: str = "", **more: torch.Tensor) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8}))
-    shapes = hf_shapes(load_hf_config(folder))
+    shapes = load_hf_config(folder).tensor_shapes
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
     tensors[DOWN] = tensors[DOWN].to(torch.float8_e4m3fn)
     tensors[f"{DOWN}_scale_inv"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -93,7 +94,7 @@ def test_what_would_be_loaded_otherwise_is_refused(tmp_path: Path):
 def tied(folder: Path, head: torch.Tensor | None) -> None:
     config = CONFIG | {"tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = hf_shapes(load_hf_config(folder))
+    shapes = load_hf_config(folder).tensor_shapes
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     tensors["model.embed_tokens.weight"] = torch.arange(66.0).view(11, 6)
     if head is not None:
@@ -134,15 +135,25 @@ def test_narrow_numbers_without_a_description_are_refused(tmp_path: Path):
         checked(tmp_path)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_said_so(
+def test_layers_that_predict_further_tokens_are_kept_and_said_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    write(tmp_path, **{"model.layers.1.enorm.weight": torch.ones(2)})
+    narrow, norm = "model.layers.1.eh_proj.weight", "model.layers.1.enorm.weight"
+    more = {
+        narrow: torch.ones(2, 2).to(torch.float8_e4m3fn),
+        f"{narrow}_scale_inv": torch.tensor([[3.0]]),
+        norm: torch.ones(2),
+    }
+    write(tmp_path, **more)
     config = {**CONFIG, "quantization_config": FP8, "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.INFO):
-        checked(tmp_path)
-    assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text
+    with caplog.at_level(logging.INFO), HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert tensors.kept == (narrow, norm)
+        assert tensors.kept_tensor(narrow).equal(torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+        assert tensors.kept_spec(narrow) == TensorSpec(narrow, "bfloat16", (2, 2))
+        assert tensors.kept_spec(norm) == TensorSpec(norm, "float32", (2,))
+    assert "2 tensors of pictures or of layers that predict further tokens" in caplog.text
 
 
 SINGLE = "model.layers.0.mlp.experts."  # of two experts: gate and up [4, 6], down [6, 4]
@@ -152,7 +163,7 @@ def test_experts_are_read_from_tensors_that_have_all_of_them(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     hf = load_hf_config(tmp_path)
     of_one = {t.name: t for _, mapping in hf.parameters() for t in mapping.tensors}
-    tensors = {name: torch.ones(shape) for name, shape in hf_shapes(hf).items()}
+    tensors = {name: torch.ones(shape) for name, shape in hf.tensor_shapes.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(SINGLE)}
     both, down = torch.arange(96.0).view(2, 8, 6), torch.arange(48.0).view(2, 6, 4)
     stacked = {f"{SINGLE}gate_up_proj": both, f"{SINGLE}down_proj": down}
@@ -195,7 +206,7 @@ def write_packed(folder: Path, *, without: str = "", **more: torch.Tensor) -> Hf
     """Write a model with one tensor of 4 bits: expert, row and column decide its numbers."""
     (folder / "config.json").write_text(json.dumps(GPT_OSS | MXFP4))
     hf = load_hf_config(folder)
-    tensors = {name: torch.ones(shape) for name, shape in hf_shapes(hf).items()}
+    tensors = {name: torch.ones(shape) for name, shape in hf.tensor_shapes.items()}
     del tensors[PACKED]
     numbers = torch.arange(2 * 32 * 2 * 16).remainder(256).to(torch.uint8)
     tensors[f"{PACKED}_blocks"] = numbers.view(2, 32, 2, 16)
