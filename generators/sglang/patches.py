@@ -69,6 +69,7 @@ _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_upda
 _TOOL_PARSERS = "sglang.srt.function_call.function_call_parser"
 _REASONING_PARSERS = "sglang.srt.parser.reasoning_parser"
 _HYBRID = "sglang.srt.configs.qwen3_next"
+_SEEING = "sglang.srt.models.qwen3_5"
 _SESSIONS = "sglang.srt.mem_cache.unified_cache.session_ref_tracker"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -116,6 +117,7 @@ def install() -> None:
         _HTTP_SERVER: _freeze_nothing,
         _SESSIONS: keep_sessions,
         _HYBRID: take_listed_layers,
+        _SEEING: _pass_over_pictures,
         _TOOL_PARSERS: keep_every_character,
         _REASONING_PARSERS: cut_at_marks,
         cpu_models.LATENT_BACKENDS: cpu_models.attend_to_latents,
@@ -573,6 +575,25 @@ def take_listed_layers(module: ModuleType) -> None:
 
     replace(config, "__init__", __init__)
     replace(config, "layers_block_type", property(layers_block_type))
+
+
+def _pass_over_pictures(module: ModuleType) -> None:
+    """Pass over the encoder's tensors where the language model is alone (``start_order.py``).
+
+    SGLang reads each, and warns that there is no place for it.
+    """
+
+    def language_alone(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def load_weights(self: Any, weights: Any) -> Any:  # noqa: ANN401
+            if self.language_model_only:
+                weights = (named for named in weights if "visual." not in named[0])
+            return load(self, weights)
+
+        return load_weights
+
+    for name in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
+        model = getattr(module, name)
+        replace(model, "load_weights", language_alone(model.load_weights))
 
 
 def _keep_seeds(module: ModuleType) -> None:

@@ -358,3 +358,4 @@ def test_the_other_hybrids_are_served_alike(
 
     with oracle_of(published) as asked, server(model, **sglang) as process:
         asyncio.run(check(process))
+        assert "visual" not in process.log_file.read_text()
