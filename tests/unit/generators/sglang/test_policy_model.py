@@ -13,6 +13,8 @@ MODULES = {
     "qwen2": "class Qwen2ForCausalLM:\n    pass\nEntryClass = Qwen2ForCausalLM\n",
     "one": "class Twice: pass\nEntryClass = Twice\n",
     "two": "class Twice: pass\nEntryClass = Twice\n",
+    "body": "class InnerForCausalLM: pass\nEntryClass = []\n",
+    "around": "class InnerForCausalLM: pass\nEntryClass = InnerForCausalLM\n",
     "inner": "class Hidden: pass\n",
     "broken": "raise ImportError('it needs a GPU')\n",
 }
@@ -31,7 +33,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "some_models"
 
 
-@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2ForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM", "InnerForCausalLM"]
+)
 def test_the_class_of_the_policy_is_offered_alone(name: str, package: str):
     assert [one.__name__ for one in classes_named(name, package)] == [name]
 
