@@ -70,6 +70,9 @@ def test_what_cannot_be_in_fp8_is_named_with_both_sides_and_the_setting():
         "hidden_size of run.model must be a multiple of 128, got 2000"
     )
     assert 'expected "trained"' in trouble(load_hf_config(shape_folder("DeepSeek-V3")))
+    assert trouble(load_hf_config(shape_folder("Qwen3.5-4B"))).endswith(
+        "linear attention have fewer rows than a block of fp8, 64"
+    )
     assert trouble(load_hf_config(shape_folder("gpt-oss-20b"))).startswith(
         'weightbus.precision = "fp8" for gpt_oss: expected "trained", as the experts of a layer'
     )
