@@ -49,6 +49,8 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
             "linear_num_key_heads": hf.linear_num_key_heads,
             "linear_num_value_heads": hf.linear_num_value_heads,
         }
+    if hf.swiglu_limit is not None:
+        facts["swiglu_limit"] = hf.swiglu_limit
     return facts
 
 

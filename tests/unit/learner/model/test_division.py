@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from slipstream.learner.checkpoints.identity import architecture_of
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.division import refuse_layout, section_for, stage_layers
 from slipstream.wire.errors import ConfigError
@@ -227,3 +228,8 @@ def test_layers_are_divided_in_megatron_s_own_ways(
     assert stage_layers(hf, section_for(hf, learner)) == (
         (3, 4, 3) if chunks == 1 else (1, 2, 2, 2, 2, 1)
     )
+
+
+@pytest.mark.parametrize("changes", [{"swiglu_limit": 6.0}, {"sliding_window": 15}])
+def test_what_no_shape_tells_is_part_of_a_checkpoints_identity(changes: dict[str, float]):
+    assert architecture_of(msgspec.structs.replace(SINKS, **changes)) != architecture_of(SINKS)
