@@ -7,6 +7,7 @@ too: they import that module again before anything else.
 import copy
 import datetime
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import logging
@@ -695,7 +696,7 @@ def _size_gated_queries(module: ModuleType) -> None:
     Their text models have no sizes of their own (lora/utils.py:157), as those that also see have.
     Remove when they do.
     """
-    from sglang.srt.lora.utils import get_default_hidden_dim
+    get_default_hidden_dim = importlib.import_module("sglang.srt.lora.utils").get_default_hidden_dim
 
     def get_hidden_dim(self: Any, module_name: str, layer_idx: int) -> Any:  # noqa: ANN401
         config = self.config

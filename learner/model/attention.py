@@ -24,9 +24,9 @@ from typing_extensions import override
 from slipstream.learner.model.context import TokenSplit
 from slipstream.learner.model.cuda_attention import AttentionBounds, cuda_attention, has_kernel
 from slipstream.learner.model.experts.expert_choices import ExpertChoices
-from slipstream.learner.model.linear_attention.delta_rule import Chunks
 from slipstream.learner.model.ring_attention import Ring, ring_attention
 from slipstream.learner.model.rotary import Rotation
+from slipstream.learner.model.sequence_chunks import Chunks
 from slipstream.learner.model.shared_prompts import SharedPrompts
 from slipstream.learner.model.windowed_attention import windowed_attention
 from slipstream.wire.errors import ConfigError

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from slipstream.algos.logprobs import triton_logits
 from slipstream.algos.logprobs.chunks import Chunk, LogitGradients
 from slipstream.learner.model.kernels import triton_rotary, triton_swiglu
-from slipstream.learner.model.kernels.swiglu import Form
+from slipstream.learner.model.kernels.swiglu_form import Form
 from slipstream.weightbus.version import triton_hash
 
 _WIDTH = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")

@@ -24,7 +24,8 @@ from slipstream.learner.model.experts.expert_exchange import Exchange
 from slipstream.learner.model.experts.expert_places import Places
 from slipstream.learner.model.experts.grouped_products import grouped_linear, with_bias
 from slipstream.learner.model.fused_gradients import main_gradient_of
-from slipstream.learner.model.kernels.swiglu import PLAIN, Form, swiglu
+from slipstream.learner.model.kernels.swiglu import swiglu
+from slipstream.learner.model.kernels.swiglu_form import PLAIN, Form
 from slipstream.wire.models.hf_config import HfConfig
 
 Replica = tuple[int, int, int]  # Megatron's numbers of a copy; the first, (0, 0, 0), is written

@@ -4,7 +4,7 @@ Shapes: T tokens, I inner channels; a matrix [T, 2I] has the gates first, then t
 linear layer of an MLP writes it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -13,17 +13,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from slipstream.algos.kernels import FusedOperator
-
-
-class Form(NamedTuple):
-    """gate * sigmoid(slope * gate) * (up + offset); plain SwiGLU where nothing is set."""
-
-    slope: float = 1.0
-    offset: float = 0.0
-    limit: float | None = None  # gates are at most it, ups between it and its negative
-
-
-PLAIN = Form()
+from slipstream.learner.model.kernels.swiglu_form import PLAIN, Form
 
 
 def swiglu(gate_up: Tensor, weight: Tensor | None = None, form: Form = PLAIN) -> Tensor:

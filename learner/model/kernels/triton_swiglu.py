@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.learner.model.kernels.swiglu import PLAIN, Form
+from slipstream.learner.model.kernels.swiglu_form import PLAIN, Form
 
 _MOST_COLUMNS = 1024  # columns of a block: 16 bytes of bfloat16 for each of 128 threads
 

@@ -17,8 +17,6 @@ and a key, v of a value; N chunks of C tokens.
 """
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -26,53 +24,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-_CHUNK = 64  # tokens
+from slipstream.learner.model.sequence_chunks import CHUNK, Chunks
+
 _KERNELS = "fla.ops.gated_delta_rule"
 _EPSILON = 1e-6  # added to a key's squared length, fixed in the models' own code
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Sequences in chunks: all first chunks, then all second ones, of the longest ones first."""
-
-    tokens: Tensor  # [N, C] int64, number of each token; T for no token
-    places: Tensor  # [T] int64, place of each token among these
-    counts: tuple[int, ...]  # first, second and further chunks
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "Chunks":
-        """Cut B sequences of these lengths, laid end to end."""
-        longest_first = sorted(
-            (length, start)
-            for length, start in zip(lengths, np.cumsum([0, *lengths]).tolist(), strict=False)
-            if length
-        )[::-1]
-        total, rows, counts = sum(lengths), list[np.ndarray](), list[int]()
-        for first in range(0, max(lengths, default=0), _CHUNK):
-            here = [(length, start) for length, start in longest_first if length > first]
-            counts.append(len(here))
-            for length, start in here:
-                row = np.full(_CHUNK, total)
-                count = min(_CHUNK, length - first)
-                row[:count] = np.arange(start + first, start + first + count)
-                rows.append(row)
-        tokens = np.stack(rows) if rows else np.empty((0, _CHUNK), np.int64)
-        places = np.empty(total + 1, np.int64)
-        places[tokens.ravel()] = np.arange(tokens.size)
-        return cls(
-            torch.from_numpy(tokens).to(device),
-            torch.from_numpy(places[:total]).to(device),
-            tuple(counts),
-        )
-
-    def cut(self, values: Tensor) -> Tensor:
-        """Return values of tokens by chunk, 0 for no token: [T, ...] -> [N, C, ...]."""
-        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-        return padded[self.tokens]
-
-    def joined(self, values: Tensor) -> Tensor:
-        """Return values of chunks by token: [N, C, ...] -> [T, ...]."""
-        return values.flatten(0, 1)[self.places]
 
 
 def delta_rule_on_gpu(
@@ -131,7 +86,7 @@ def gated_delta_rule(
     v = chunks.cut(value.float()).permute(0, 2, 3, 1, 4)  # [N, K, r, C, v]
     g, b = (chunks.cut(t.float()).permute(0, 2, 3, 1) for t in (decay, strength))  # [N, K, r, C]
     logs = g.cumsum(-1)
-    later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
     decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     since_start = logs.exp().unsqueeze(-1)
     b = b.unsqueeze(-1)

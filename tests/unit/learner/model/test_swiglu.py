@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.algos.kernels import replaced_calls
-from slipstream.learner.model.kernels.swiglu import PLAIN, Form, swiglu
+from slipstream.learner.model.kernels.swiglu import swiglu
+from slipstream.learner.model.kernels.swiglu_form import PLAIN, Form
 
 SIZES = [(3, 5), (1, 1), (0, 4), (2, 64), (1, 1500)]  # 1500: a kernel's row in two blocks
 # To bfloat16 each operator rounds by half of it, and Triton's interpreter cuts off once.

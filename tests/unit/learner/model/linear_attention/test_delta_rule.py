@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.model.linear_attention.delta_rule import (
-    Chunks,
     delta_rule_on_gpu,
     gated_delta_rule,
     kernel_trouble,
     short_convolution,
 )
+from slipstream.learner.model.sequence_chunks import Chunks
 
 KEYS, VALUES, KEY_SIZE, VALUE_SIZE = 2, 3, 5, 7
 CPU = torch.device("cpu")
