@@ -96,7 +96,8 @@ Kept, with a line in the learner's log: layers that predict further tokens and t
 pictures of a published folder (`text_config` in its config.json) are not loaded or trained, and
 an export has them as they were, in the form of the folder that the run began with: its names, and
 all experts of a layer in one tensor if it has them so. A router's bias
-(`e_score_correction_bias`) is loaded, published and exported in float32 and never changes.
+(`e_score_correction_bias`) and the decays of linear attention (`A_log`) are loaded, published and
+exported in float32 and never change.
 
 Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
 """

@@ -25,7 +25,8 @@ _STACK = re.compile(
     r"(?<=\.experts\.)(linear_fc[12])(_bias)?$"
 )  # weights or biases of a rank's experts, one after another
 _SINGLE = "_slipstream_single"  # attribute of a stack: its storage, and weights of single experts
-ROUTER_BIAS = ".router.correction_bias"
+# Weights that no gradient reaches, which stay as they were, in float32.
+FIXED_WEIGHTS = (".router.correction_bias", ".self_attention.A_log")
 TIED_OUTPUT = "output_layer.weight"  # copy of the embedding, on the last of several stages
 
 
@@ -78,11 +79,11 @@ class RankModel:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parameters by their names in the whole model, without adapters."""
         for name, tensor in self.named_weights():
-            if not name.endswith(ROUTER_BIAS):
+            if not name.endswith(FIXED_WEIGHTS):
                 yield name, tensor
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's weights for a Hugging Face folder: parameters and router biases.
+        """Yield this rank's weights for a Hugging Face folder: parameters and fixed ones.
 
         Those of an expert are a part of the parameter that holds all experts, without a gradient.
         """
@@ -91,8 +92,9 @@ class RankModel:
         for number, chunk in enumerate(self.chunks):
             stage = number if len(self.chunks) > 1 else None
             offset: int = get_transformer_layer_offset(self.config, stage)
-            biases = ((n, buffer) for n, buffer in chunk.named_buffers() if n.endswith(ROUTER_BIAS))
-            for name, tensor in (*chunk.named_parameters(), *biases):
+            buffers = chunk.named_buffers()
+            fixed = ((n, buffer) for n, buffer in buffers if n.endswith(FIXED_WEIGHTS))
+            for name, tensor in (*chunk.named_parameters(), *fixed):
                 if f".{ADAPTER}." in name:
                     continue
                 whole_name = _moved(name, _LAYER, offset)

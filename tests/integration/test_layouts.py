@@ -292,3 +292,21 @@ def test_a_step_is_the_same_however_it_is_laid_out(
             if "k_proj.bias" not in tensor:  # its true gradient is 0: softmax does not see it
                 difference = (trained[tensor] - value).abs().max()
                 assert difference < 2e-5, (algorithm, tensor)
+
+
+def test_decays_stay_in_float32_where_all_else_is_narrow(tmp_path: Path):
+    """Two ranks of tensor parallelism publish and export what a folder has of them, exactly."""
+    model = write_family(tmp_path / "model", "qwen3_5", num_hidden_layers=1)
+    shutil.copytree(model, tmp_path / "reference")
+    work = tmp_path / "work"
+    outputs(start_ranks(PROGRAM, model, work, 2, tensor_parallel=2, dtype="bfloat16"))
+    for report in reports(work, 2):
+        assert report["published"] == []
+        assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, work / "default")
+    )
+    decays = "model.layers.0.linear_attn.A_log"
+    assert after[decays].equal(before[decays])
+    assert {str(one.dtype) for one in after.values()} == {"torch.bfloat16", "torch.float32"}
+    assert [name for name in after if after[name].dtype is torch.float32] == [decays]

@@ -10,8 +10,9 @@ its ranks; K heads of keys of this rank with r heads of values each; d channels 
 key, v of a value.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -46,7 +47,12 @@ _DIVIDED = {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0}
 
 
 class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
-    """Takes the place of Megatron's self-attention in layers of linear attention."""
+    """Takes the place of Megatron's self-attention in layers of linear attention.
+
+    ``A_log``, the decays, are part of the weights but no parameter: they stay as they were, in
+    float32. In bfloat16 a decay would be off by up to 0.8 percent at every token, and no update of
+    a usual rate would change it.
+    """
 
     def __init__(
         self,
@@ -90,12 +96,12 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
             mixed, mixed, sizes["taps"], groups=mixed, bias=False, dtype=dtype
         )
         count = self._heads * self._values
-        self.A_log = torch.nn.Parameter(torch.empty(count, dtype=torch.float32))
+        self.A_log: Tensor
+        self.register_buffer("A_log", None)
+        self._hold(torch.empty(count, dtype=torch.float32).uniform_(1.0, 16.0).log_())
         self.dt_bias = torch.nn.Parameter(torch.ones(count, dtype=dtype))
-        for divided in (self.conv1d.weight, self.A_log, self.dt_bias):
+        for divided in (self.conv1d.weight, self.dt_bias):
             tensor_parallel.set_tensor_model_parallel_attributes(divided, True, 0, 1)
-        with torch.no_grad():
-            self.A_log.uniform_(1.0, 16.0).log_()
         self.norm = torch.nn.RMSNorm(self._value_size, eps=hf.rms_norm_eps, dtype=dtype)
         self.out_proj = RowParallelLinear(
             sizes["linear_values"],
@@ -105,6 +111,18 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
             skip_bias_add=True,
             **linear,
         )
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep decays in float32 where Megatron turns the model into a narrow type."""
+        rates = self.A_log
+        super()._apply(fn, recurse)
+        self._hold(rates.detach().to(self.dt_bias.device))
+        return self
+
+    def _hold(self, rates: Tensor) -> None:
+        self.A_log = rates
+        tensor_parallel.set_tensor_model_parallel_attributes(rates, True, 0, 1)
 
     @override
     def forward(
@@ -196,7 +214,7 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         """Return the weights in Megatron's form of a checkpoint."""
         own = {
             name: value
-            for name, value in self.named_parameters()
+            for name, value in (*self.named_parameters(), *self.named_buffers())
             if not name.endswith("proj.weight")
         }
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(

@@ -6,6 +6,7 @@ WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORI
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -284,7 +285,8 @@ def published(
 
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
     # A large epsilon: Adam amplifies rounding where the second moment is tiny.
-    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype="float32", minibatches=2)
+    dtype = json.loads(layout).get("dtype", "float32")
+    learner = section_of(layout, lr=1e-2, adam_epsilon=1e-3, dtype=dtype, minibatches=2)
     topology = join_ranks(work, rank, world_size, learner)
     from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
