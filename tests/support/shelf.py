@@ -323,7 +323,7 @@ def _hybrid(
 # Sizes as in scripts/models of THUDM/slime and in docs of transformers 5.19; other keys as
 # config.json of a Qwen3.5-27B is printed in a report on its quantization.
 def _qwen3_5(*sizes: int, inner: int, tied: bool) -> Config:
-    text = _hybrid(*sizes) | {"intermediate_size": inner}
+    text = _hybrid(*sizes) | {"intermediate_size": inner, "mlp_only_layers": []}
     return _with_pictures("qwen3_5", text, tied=tied)
 
 

@@ -503,7 +503,7 @@ def _key_trouble(found: Mapping[str, Any], family: Family) -> str:
     kinds = found.get("layer_types") or []
     if not isinstance(kinds, list):
         return f"layer_types must be a list, got {kinds!r}"
-    if others := [kind for kind in kinds if kind not in family.kinds]:
+    if others := [kind for kind in kinds if kind not in list(family.kinds)]:
         allowed = " or ".join(map(repr, family.kinds))
         return (
             f"layer_types of a {family.model_type} model must all be {allowed}, got {others[0]!r}"
@@ -539,6 +539,8 @@ def _kind_trouble(config: HfConfig, family: Family) -> str:
             f"{len(config.layer_types)}"
         )
     kinds = [family.kinds[_kind_of(config, family, layer)] for layer in layers]
+    if all(kind.is_linear for kind in kinds):
+        return f"layer_types must have a layer of {FULL_ATTENTION!r}, and has none"
     if any(kind.has_window for kind in kinds) and config.sliding_window is None:
         return "sliding_window must be set where layer_types has layers with a window"
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads

@@ -9,7 +9,12 @@ from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE, QWEN_MOE_KEYS
 from slipstream.wire.models.families.tables import ENDS, MLP, NORMS, UNTIED, Family
 
 # The gate of linear attention: SGLang computes what output_gate_type says, transformers SiLU.
-_FIXED = {"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"}
+_FIXED = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "mlp_only_layers": [],  # published of dense models, too
+    "output_gate_type": "swish",
+}
 _KEYS = HYBRID_KEYS | {"mrope_section", "mtp_num_hidden_layers"}
 _RENAMED = {"mtp_num_hidden_layers": "num_nextn_predict_layers"}
 _IGNORED = frozenset({"mamba_ssm_dtype", "mtp_use_dedicated_embeddings"})
@@ -35,7 +40,7 @@ QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     models="Qwen3.5-35B-A3B, Qwen3.5-122B-A10B, Qwen3.5-397B-A17B, Qwen3.6-35B-A3B",
     wrapped_by="qwen3_5_moe",
-    config={**_FIXED, "mlp_only_layers": [], **UNTIED},
+    config={**_FIXED, **UNTIED},
     layer=NORMS,
     kinds=hybrid(SPLIT_DELTA),
     mlp=MLP,

@@ -18,7 +18,7 @@ TINY = {**SHAPE, **MODELS["qwen3_5"]}
 PUBLISHED = {
     "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
-    "mlp_only_layers": None,
+    "mlp_only_layers": [],
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
     "rope_parameters": {
@@ -52,9 +52,12 @@ def test_kinds_of_layers_are_listed_or_follow_an_interval(tmp_path: Path):
     assert listed.attention_layers == (2,)
     with pytest.raises(ConfigError, match="must name num_hidden_layers = 3 layers, got 2"):
         read(tmp_path, TINY | {"layer_types": kinds[:2]})
-    unknown = ["linear_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="'linear_attention' or 'full_attention', got 'sliding_"):
-        read(tmp_path, TINY | {"layer_types": unknown})
+    for other, got in [("sliding_attention", "'sliding_"), ([], r"\[\]")]:
+        unknown = ["linear_attention", other, "full_attention"]
+        with pytest.raises(ConfigError, match=f"'linear_attention' or 'full_attention', got {got}"):
+            read(tmp_path, TINY | {"layer_types": unknown})
+    with pytest.raises(ConfigError, match="must have a layer of 'full_attention', and has none"):
+        read(tmp_path, TINY | {"layer_types": ["linear_attention"] * 3})
 
 
 def test_sizes_of_heads_must_fit_each_other_and_the_layout(tmp_path: Path):
