@@ -233,11 +233,13 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         their blocks are no tensors of their own.
         """
         further, first = self.family.further, self.num_hidden_layers
-        return not name.endswith(SCALE_SUFFIX) and (
-            (self.is_wrapped and name.startswith(_OF_PICTURES))
-            or (bool(further) and name.startswith(further))
-            or first <= layer_of(name) < first + self.num_nextn_predict_layers
-        )
+        if name.endswith(SCALE_SUFFIX):
+            return False
+        if self.is_wrapped and name.startswith(_OF_PICTURES):
+            return True
+        if further:  # a layer after the last one is another model's, not one of these
+            return name.startswith(further)
+        return first <= layer_of(name) < first + self.num_nextn_predict_layers
 
     @property
     def state_size(self) -> int:

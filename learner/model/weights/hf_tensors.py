@@ -29,7 +29,8 @@ from slipstream.wire.models.model_files import weight_files
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; in old files
 _OF_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 _FUSED = {"gate": "gate_up", "up": "gate_up"}
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+# Types in an export.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _COMPARED_ROWS = 8192  # rows in memory at a time
 _log = logging.getLogger(__name__)
 
@@ -110,6 +111,11 @@ class HfTensors:
         """
         if hf.is_wrapped:
             self._stored_as = {name_alone(name): name for name in self._file_of}
+            if twice := sorted(self.names - set(self._stored_as.values())):
+                raise ConfigError(
+                    f"{self._folder} holds {twice[0]} and {self._stored_as[name_alone(twice[0])]}, "
+                    f"which are one tensor of a {hf.model_type} model ({self._setting})"
+                )
             self._file_of = {name_alone(name): file for name, file in self._file_of.items()}
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
             self._block = hf.quantization_config.weight_block_size
@@ -282,7 +288,7 @@ class HfTensors:
 
     def kept_tensor(self, name: str) -> Tensor:
         """Return a tensor that is kept, whole; one of 8 bits in bfloat16, times its scales."""
-        tensor = self._at(name, slice(None))
+        tensor: Tensor = self._slices(name)[...]
         if self._block is None or name + SCALE_SUFFIX not in self._file_of:
             return tensor
         scales = self._at(name + SCALE_SUFFIX, slice(None))

@@ -11,6 +11,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.models.families.tables import HfTensor
 from slipstream.wire.models.hf_config import load_hf_config
+from tests.support.family_models import MODELS, SHAPE
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -154,6 +155,44 @@ def test_layers_that_predict_further_tokens_are_kept_and_said_so(
         assert tensors.kept_spec(narrow) == TensorSpec(narrow, "bfloat16", (2, 2))
         assert tensors.kept_spec(norm) == TensorSpec(norm, "float32", (2,))
     assert "2 tensors of pictures or of layers that predict further tokens" in caplog.text
+
+
+def hybrid(folder: Path, *, layers: int, **more: torch.Tensor) -> None:
+    """Write a language model of 3 layers within another, whose config.json says so many."""
+    text = {**SHAPE, **MODELS["qwen3_5"], "tie_word_embeddings": False, "mtp_num_hidden_layers": 1}
+    for count in (3, layers):
+        around = {"model_type": "qwen3_5", "text_config": text | {"num_hidden_layers": count}}
+        (folder / "config.json").write_text(json.dumps(around))
+        if count == 3:
+            shapes = load_hf_config(folder).tensor_shapes
+    below = {name.replace("model.", "model.language_model.", 1): s for name, s in shapes.items()}
+    tensors = {name: torch.ones(shape) for name, shape in below.items()} | more
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_layer_that_config_json_leaves_out_is_none_that_predicts_further_tokens(tmp_path: Path):
+    hybrid(tmp_path, layers=2)
+    with pytest.raises(ConfigError, match=r"holds 14 tensors that .* such as model\.layers\.2\."):
+        checked(tmp_path)
+
+
+def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path):
+    hybrid(tmp_path, layers=3, **{"model.norm.weight": torch.zeros(64)})
+    both = r"holds model\.language_model\.norm\.weight and model\.norm\.weight, which are one"
+    with pytest.raises(ConfigError, match=both):
+        checked(tmp_path)
+
+
+def test_kept_tensors_of_any_shape_have_a_type_that_an_export_can_write(tmp_path: Path):
+    number, wide = "mtp.scale", "model.visual.angles"
+    more = {number: torch.tensor(2.0), wide: torch.ones(0, 3, dtype=torch.float64)}
+    hybrid(tmp_path, layers=3, **more)
+    with HfTensors(tmp_path) as tensors:
+        tensors.refuse_others(load_hf_config(tmp_path))
+        assert tensors.kept == (wide, number)
+        assert tensors.kept_tensor(number).equal(torch.tensor(2.0))
+        assert tensors.kept_spec(number) == TensorSpec(number, "float32", ())
+        assert tensors.kept_spec(wide) == TensorSpec(wide, "float32", (0, 3))
 
 
 SINGLE = "model.layers.0.mlp.experts."  # of two experts: gate and up [4, 6], down [6, 4]
