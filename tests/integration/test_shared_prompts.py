@@ -18,18 +18,19 @@ NUM_TOKENS = sum(prompt + response for _, prompt, response in LENGTHS) + 5  # a 
 @pytest.mark.parametrize(
     ("family", "ranks", "layout"),
     [
-        ("qwen3", 1, {}),
+        ("qwen3_5", 1, {}),  # it has attention, too
         ("qwen3", 2, {"tensor_parallel": 2}),
         ("qwen3", 2, {"pipeline_parallel": 2, "recompute": "full"}),
         ("qwen3_moe", 2, {"tensor_parallel": 2}),
         ("deepseek_v3", 1, {}),
+        ("gpt_oss", 2, {"tensor_parallel": 2}),
     ],
-    ids=["one", "tp2", "pp2-recompute", "experts", "latent"],
+    ids=["hybrid", "tp2", "pp2-recompute", "experts", "latent", "windows"],
 )
 def test_a_step_is_the_same_with_prompts_computed_once(
     tmp_path: Path, family: str, ranks: int, layout: dict[str, Any]
 ):
-    write = write_family if family == "deepseek_v3" else write_tiny_model
+    write = write_tiny_model if family in {"qwen3", "qwen3_moe"} else write_family
     model = write(tmp_path / "model", family)
     outputs(start_ranks(PROGRAM, model, tmp_path / "work", ranks, **layout))
     for report in reports(tmp_path / "work", ranks):
