@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import VarlenCoreAttention
+from slipstream.learner.model.computed_again import computed_again
 from slipstream.learner.model.experts.grouped_experts import GroupedExperts
 from slipstream.learner.model.experts.router import PolicyRouter
 from slipstream.learner.model.gated_attention import GatedAttention
@@ -52,8 +53,11 @@ class CentredRMSNorm(TorchRMSNorm):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalized tensor, in its own type."""
-        weight = 1.0 + self.weight.float()
-        return F.rms_norm(hidden.float(), self.normalized_shape, weight, self.eps).to(hidden.dtype)
+        return computed_again(self._normed, hidden, self.weight)
+
+    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        scale = 1.0 + weight.float()
+        return F.rms_norm(hidden.float(), self.normalized_shape, scale, self.eps).to(hidden.dtype)
 
 
 class NormedResidual(torch.nn.Module):

@@ -340,10 +340,12 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
     values and the attention's output, inputs of the norms of queries and keys where there are, and
     of the MLP gate, up and their product. Experts keep this of each token that is routed to them,
     evenly, with its row before. Latent attention keeps compressed queries and keys
-    before and after their norms too, and what keys and values are expanded to. Linear attention
+    before and after their norms too, and what keys and values are expanded to. A gate of attention
+    keeps itself, before and after its sigmoid in float32, and the gated output. Linear attention
     keeps what it projects to, what the convolution makes of it, its output before and after the
-    gate, and a system of equations of each chunk; layers count as their mean. Keys and values that
-    several ranks of context parallelism share are counted once.
+    gate, and a system of equations of each chunk; layers that keep all count as their mean, the one
+    computed again as the largest. Keys and values that several ranks of context parallelism share
+    are counted once.
     """
     sizes, lengths, modules = learner.sizes, hf.sizes, learner.recompute_modules
     tensor, hidden = sizes.tensor, hf.hidden_size
@@ -358,13 +360,15 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
         4 * (lengths["linear_keys"] + lengths["linear_values"]) + lengths["linear_values"]
     )
     linear += lengths["linear_gates"] + _CHUNK * lengths["linear_heads"]
+    attention += 4 * queries * hf.family.gates_attention
     share_of_linear = 1 - len(hf.attention_layers) / hf.num_hidden_layers
-    attention += share_of_linear * (linear - attention)
+    mean = attention + share_of_linear * (linear - attention)
     kept_input = hidden / token_ranks
     # layers of a kind are alike; a stage with both kinds counts as the larger one
     mlp = max(_mlp_elements(hf, learner, number) for number in (0, hf.num_hidden_layers - 1))
     norms = 4 + 2 * ("mlp_bda.norm.weight" in hf.family.layer)
-    whole = norms * kept_input + latent + attention / tensor + mlp
+    whole = norms * kept_input + latent + mean / tensor + mlp
+    largest = whole + (max(attention, linear) - mean) / tensor
     layers = stage_layers(hf, learner)[stage :: sizes.pipeline]  # layers of each chunk
     again, formula = 0.0, "e T a L A"
     kept = whole * sum(layers)
@@ -374,7 +378,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
             dropped = sum(min(most, count) for count in layers)
             kept -= dropped * (whole - kept_input)
             share = f" / {token_ranks}" if token_ranks > 1 else ""
-            again, formula = whole, f"e T (a ({dropped} h{share} + the rest A) + A)"
+            again, formula = largest, f"e T (a ({dropped} h{share} + the rest A) + A)"
         case "selective" if ("moe" if hf.num_routed_experts else "mlp") in modules:
             numbers = _numbers_of_rank(hf, learner, stage)
             kept -= mlp * sum(hf.is_sparse(n) == (hf.num_routed_experts > 0) for n in numbers)
@@ -383,7 +387,7 @@ def _activations(hf: HfConfig, learner: LearnerSection, stage: int, element: int
             pass
     passes = passes_in_flight(sizes, stage)
     num_bytes = element * _tokens(learner) * (passes * kept + again)
-    return MemoryPart("activations", num_bytes, f"{formula}; A at most {whole:,.0f}")
+    return MemoryPart("activations", num_bytes, f"{formula}; A at most {largest:,.0f}")
 
 
 def _mlp_elements(hf: HfConfig, learner: LearnerSection, number: int) -> float:

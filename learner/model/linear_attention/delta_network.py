@@ -30,6 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.attention import PackedLayout
+from slipstream.learner.model.computed_again import computed_again
 from slipstream.learner.model.cuda_attention import has_kernel
 from slipstream.learner.model.device import device
 from slipstream.learner.model.linear_attention.delta_rule import (
@@ -148,18 +149,17 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         )
         output = self._of_sequences(torch.cat([mixed, strength, decay], dim=-1), packed_seq_params)
         output = output.reshape(-1, self._heads * self._values, self._value_size)
-        gated = self._normed(output) * F.silu(gate.reshape_as(output).float())
-        flat = gated.to(hidden_states.dtype).flatten(1).unsqueeze(1)
-        result, _ = self.out_proj(flat)
+        # Every rank adds to the weight's gradient.
+        weight = copy_to_tensor_model_parallel_region(self.norm.weight, self._tensor_group)
+        gated = computed_again(self._gated, output, gate.reshape_as(output), weight)
+        result, _ = self.out_proj(gated.flatten(1).unsqueeze(1))
         return result, None
 
-    def _normed(self, output: Tensor) -> Tensor:
-        """Return the norm of each head; every rank adds to the weight's gradient."""
-        weight = copy_to_tensor_model_parallel_region(self.norm.weight, self._tensor_group)
+    def _gated(self, output: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm of each head times its gate, [T, K r, v]."""
         size = (self._value_size,)
         normed = F.rms_norm(output.float(), size, eps=self.norm.eps).to(output.dtype)
-        weighed: Tensor = normed * weight
-        return weighed
+        return (normed * weight * F.silu(gate.float())).to(output.dtype)
 
     def _of_sequences(self, heads: Tensor, layout: PackedLayout) -> Tensor:
         """Return the outputs of heads [T, K, 2d + rv + 2r], [T, K, rv], by whole sequences."""
@@ -184,7 +184,7 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
         widths = [heads.size(-1) - 2 * values, values, values]
         mixed, strength, decay = torch.split(heads, widths, dim=-1)
         weight = self.conv1d.weight.view(self._heads, mixed.size(-1), -1)[mine].flatten(0, 1)
-        mixed = short_convolution(mixed.flatten(1), weight, layout.positions)
+        mixed = computed_again(short_convolution, mixed.flatten(1), weight, layout.positions)
         query, key, value = torch.split(
             mixed.view(len(mixed), count, -1),
             [self._key_size, self._key_size, values * self._value_size],

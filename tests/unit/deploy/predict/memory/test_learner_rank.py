@@ -182,6 +182,34 @@ def test_activations_of_one_rank():
     assert parts_of(MIXTURE, max_tokens_per_microbatch=10)["activations"] == 4 * 10 * 4 * normed
 
 
+def test_gates_and_linear_attention_are_counted_and_the_largest_layer_is_computed_again():
+    linear, full = "linear_attention", "full_attention"
+    hybrid = HfConfig(
+        model_type="qwen3_5_text",
+        vocab_size=12,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        layer_types=(linear, full, linear, linear),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+        linear_conv_kernel_dim=4,
+    )
+    rest, gated = 4 * 8 + 3 * 12, 3 * (16 + 8) + 4 * 16
+    of_linear = 4 * (6 + 20) + 20 + 2 * 4 + 64 * 4
+    kept, again = (
+        parts_of(hybrid, max_tokens_per_microbatch=10, **learner)["activations"] / 40
+        for learner in ({}, {"recompute": "full"})
+    )
+    assert kept == 4 * rest + gated + 3 * of_linear
+    assert again == 4 * 8 + rest + of_linear
+
+
 def test_activations_are_divided_by_tensor_sequence_and_context_parallelism():
     sizes = {"max_tokens_per_microbatch": 10, "tensor_parallel": 2, "ranks": 2}
     of_layer, split = 4 * 8 + 2 * (8 + 4) + 3 * 12, 2 * (8 + 4) + 3 * 12

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from slipstream.learner.model.computed_again import computed_again
 from slipstream.learner.model.linear_attention.delta_rule import (
     delta_rule_on_gpu,
     gated_delta_rule,
@@ -101,6 +103,20 @@ def test_the_convolution_sees_its_own_sequence_alone():
         padded = torch.nn.functional.pad(part.T, (taps - 1, 0))
         expected = conv(padded, weight.unsqueeze(1), groups=6).T
         torch.testing.assert_close(got, torch.nn.functional.silu(expected))
+
+
+def test_the_convolution_keeps_what_it_was_given_alone():
+    """It would keep a shifted copy of each tap, and what they add up to."""
+    values, weight = torch.randn(9, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    positions, kept = torch.arange(9) % 5, list[Tensor]()
+    with saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        found = computed_again(short_convolution, values, weight, positions)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (values, weight, positions)}
+    plain = short_convolution(values, weight, positions)
+    assert found.equal(plain)
+    factor, given = torch.randn(9, 6), (values, weight)
+    gradients = (torch.autograd.grad(output, given, factor) for output in (found, plain))
+    assert all(got.equal(expected) for got, expected in zip(*gradients, strict=True))
 
 
 def test_kernels_get_sequences_end_to_end_and_what_they_return_has_the_heads_shape(
