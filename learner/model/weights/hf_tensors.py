@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.learner.model.weights.mxfp4 import (
     BLOCKS,
-    NOT_A_NUMBER,
+    LARGEST_SCALE,
     SCALES,
     packed_shapes,
     unpacked,
@@ -256,10 +256,10 @@ class HfTensors:
         groups = slice(part.start // MXFP4_BLOCK, -(-part.stop // MXFP4_BLOCK))
         index = (tensor.expert, part) if dim == 0 else (tensor.expert, slice(None), groups)
         blocks, scales = (self._at(tensor.name + suffix, *index) for suffix in (BLOCKS, SCALES))
-        if (scales == NOT_A_NUMBER).any():
+        if (largest := int(scales.max())) > LARGEST_SCALE:
             raise ConfigError(
-                f"{self._folder}: tensor {tensor.name}{SCALES} has a scale of {NOT_A_NUMBER}, "
-                f"which is no number: expected at most {NOT_A_NUMBER - 1} ({self._setting})"
+                f"{self._folder}: tensor {tensor.name}{SCALES} has a scale of {largest}, which "
+                f"makes no finite numbers: expected at most {LARGEST_SCALE} ({self._setting})"
             )
         numbers = unpacked(blocks, scales)
         if dim == 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.wire.models.hf_config import MXFP4_BLOCK
 
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes
-NOT_A_NUMBER = 255  # scale
+LARGEST_SCALE = 252  # 6 times the next power of two overflows float32; 255 is no number
 _BIAS = 127  # exponent of the scale 0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
