@@ -84,9 +84,15 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
         return Chunks.of(self.lengths, self.cu_seqlens_kv.device)
 
     @cached_property
+    def wide_bounds(self) -> Tensor:
+        """Bounds of the sequences, [B + 1] int64; kernels keep what they derive of this object."""
+        bounds: Tensor = self.cu_seqlens_kv.long()
+        return bounds
+
+    @cached_property
     def positions(self) -> Tensor:
         """Place of each token in its own sequence, [T'] int64."""
-        bounds: Tensor = self.cu_seqlens_kv.long()
+        bounds = self.wide_bounds
         count = sum(self.lengths)
         starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=count)
         return torch.arange(count, device=bounds.device) - starts

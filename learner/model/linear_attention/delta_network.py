@@ -201,7 +201,7 @@ class DeltaNetwork(MegatronModule):  # type: ignore[misc]  # megatron is untyped
             strength.sigmoid(),
         )
         if has_kernel(query):
-            return delta_rule_on_gpu(*given, layout.cu_seqlens_kv).flatten(2)
+            return delta_rule_on_gpu(*given, layout.wide_bounds).flatten(2)
         return gated_delta_rule(*given, layout.chunks).flatten(2)
 
     @override

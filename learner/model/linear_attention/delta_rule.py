@@ -41,7 +41,8 @@ def delta_rule_on_gpu(
         value: [T, K, r, v].
         decay: [T, K, r] float32, logarithms: at most 0.
         strength: [T, K, r], from 0 to 1.
-        cu_seqlens: [B + 1], bounds of the sequences.
+        cu_seqlens: [B + 1] int64, bounds of the sequences. Where it is the object of a call before,
+            the host does not wait for the device to divide it into chunks.
     """
     kernel = importlib.import_module(_KERNELS).chunk_gated_delta_rule
     of_values = (t.flatten(1, 2).unsqueeze(0) for t in (value, decay, strength))
@@ -50,7 +51,7 @@ def delta_rule_on_gpu(
         key.unsqueeze(0),
         *of_values,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens.long(),
+        cu_seqlens=cu_seqlens,
     )
     shaped: Tensor = outputs.view_as(value)
     return shaped
