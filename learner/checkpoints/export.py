@@ -47,7 +47,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
             "tokenizer are needed"
         )
     hf = load_hf_config(source)
-    if hf.is_wrapped or hf.family.further or hf.num_nextn_predict_layers:  # it keeps some of them
+    if hf.may_keep:
         source = found_model(fetch, with_weights=True)
     source = with_tokenizer(source, fetch.cache, fetch.setting)
     init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)

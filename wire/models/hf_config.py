@@ -242,6 +242,11 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return first <= layer_of(name) < first + self.num_nextn_predict_layers
 
     @property
+    def may_keep(self) -> bool:
+        """True if a folder of it may have tensors that it ``keeps``."""
+        return self.is_wrapped or bool(self.family.further or self.num_nextn_predict_layers)
+
+    @property
     def state_size(self) -> int:
         """The numbers in a sequence's state in one layer of linear attention."""
         return self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim

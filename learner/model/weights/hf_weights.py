@@ -157,7 +157,7 @@ def _opened(folder: Path, hf: HfConfig, stack: ExitStack) -> HfTensors | None:
         source = stack.enter_context(HfTensors(folder))
         source.refuse_others(hf)
     except ConfigError:
-        if hf.is_wrapped or hf.num_nextn_predict_layers:
+        if hf.may_keep:
             raise
         return None
     return source

@@ -83,6 +83,11 @@ def test_a_language_model_within_another_is_read_as_if_alone(tmp_path: Path):
     assert list(within.parameters()) == list(alone.parameters())
     assert (within.sizes, within.rotary_base) == (alone.sizes, alone.rotary_base)
     assert alone.num_nextn_predict_layers == 1
+    for one, pictures in ((within, True), (alone, False)):
+        assert one.may_keep
+        assert one.keeps("mtp.fc.weight")
+        assert one.keeps("model.visual.norm.weight") is pictures
+        assert not one.keeps("model.layers.3.input_layernorm.weight")
 
 
 @pytest.mark.parametrize(
