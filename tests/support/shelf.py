@@ -322,8 +322,8 @@ def _hybrid(
 
 # Sizes as in scripts/models of THUDM/slime and in docs of transformers 5.19; other keys as
 # config.json of a Qwen3.5-27B is printed in a report on its quantization.
-def _qwen3_5(*sizes: int, inner: int, tied: bool) -> Config:
-    text = _hybrid(*sizes) | {"intermediate_size": inner, "mlp_only_layers": []}
+def _qwen3_5(*sizes: int, inner: int, tied: bool, **more: object) -> Config:
+    text = _hybrid(*sizes) | {"intermediate_size": inner, "mlp_only_layers": [], **more}
     return _with_pictures("qwen3_5", text, tied=tied)
 
 
@@ -516,6 +516,17 @@ SHELF: dict[str, Published] = {
     ),
     "Qwen/Qwen3.6-27B": Published(
         27.0, _qwen3_5(5120, 64, 24, 4, 248320, 48, inner=17408, tied=False), 0.07
+    ),
+    "Qwen/Qwen3.8-27B": Published(
+        27.0,
+        _qwen3_5(
+            *(5120, 64, 24, 4, 248320, 48),
+            inner=17408,
+            tied=False,
+            output_gate_type="swish",
+            partial_rotary_factor=0.25,
+        ),
+        0.07,
     ),
     "Qwen/Qwen3.5-35B-A3B": Published(
         35.0, _qwen3_5_moe(2048, 40, 16, 2, 248320, inner=512, chosen=8, experts=256), 0.07

@@ -21,7 +21,7 @@ _IGNORED = frozenset({"mamba_ssm_dtype", "mtp_use_dedicated_embeddings"})
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
-    models="Qwen3.5-0.8B to 27B, Qwen3.6-27B",
+    models="Qwen3.5-0.8B to 27B, Qwen3.6-27B, Qwen3.8-27B",
     wrapped_by="qwen3_5",
     config=_FIXED,
     layer=NORMS,
