@@ -61,8 +61,8 @@ def kernel_trouble() -> str:
     """Return why the kernels of a GPU cannot be imported; empty if they can."""
     try:
         importlib.import_module(_KERNELS)
-    except ImportError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001 of Triton of another version, too
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -152,3 +153,15 @@ def test_kernels_get_sequences_end_to_end_and_what_they_return_has_the_heads_sha
     assert kernel_trouble() == ""
     found = delta_rule_on_gpu(*given, bounds)
     assert found.equal(gated_delta_rule(*given, Chunks.of(LENGTHS, CPU)))
+
+
+def test_kernels_that_fail_while_they_are_imported_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "fla" / "ops"
+    folder.mkdir(parents=True)
+    (folder / "gated_delta_rule.py").write_text("raise AttributeError('no tl.dot\\nof before')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kernel_trouble() == "AttributeError: no tl.dot"
+    for name in ("fla", "fla.ops"):
+        sys.modules.pop(name)
