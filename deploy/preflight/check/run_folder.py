@@ -10,7 +10,7 @@ from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from slipstream.wire.files.fetched import is_hub_name
 from slipstream.wire.files.run_folder import RUN_LOCK, TRAIL
-from slipstream.wire.models.shelf import shelf
+from slipstream.wire.models.shelf import refuse_listed, shelf
 from slipstream.wire.process.processes import is_locked
 from slipstream.wire.settings.sections import RunSection
 
@@ -36,12 +36,16 @@ def judge_listed(run: Mapping[str, object]) -> list[Fact]:
 
     Args:
         run: The table [run], as it is written.
+
+    Raises:
+        ConfigError: it cannot; whatever else is wrong with the settings.
     """
     name = run.get("model")
     if not isinstance(name, str) or not is_hub_name(name):
         return []
+    refuse_listed(name, _MODEL)
     found = shelf().get(name)
-    if found is None or found.why:  # the latter is refused with the settings
+    if found is None:
         return []
     size = f"{found.billions:g} billion parameters"
     return [ok("model", f"{name} is known: {found.model_type}, {size}, can be trained", _MODEL)]
