@@ -42,8 +42,9 @@ Every tiny model is random, of three layers, written by transformers, and passes
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
 layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3`, `gpt_oss` and those with gated delta
 networks (`pytest tests/integration/test_layouts.py`). A
-whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe`, `deepseek_v3` and
-`gpt_oss` (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there
+whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe`, `deepseek_v3`,
+`qwen3_next`, Qwen3.5 in the form of the hub, and `gpt_oss` in MXFP4
+(`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there
 latent attention, unscaled rotary embeddings beside it and the gate of Qwen2-MoE's shared expert are
 corrected (`generators/sglang/cpu_models.py` names each line of SGLang's), and attention computes
 windows and sinks (`generators/sglang/cpu.py`, `gpt_oss.py`). Engines whose two ranks have half of

@@ -642,8 +642,9 @@ def hash_bytes(module: ModuleType) -> None:
 
     SGLang takes sha256 there, an order of magnitude slower; what is compared has no enemies. Of
     matrices in fp8 it hashes what they stand for, in bfloat16: other bytes may stand for the same.
-    What it derives of a norm's weight (layernorm.py:1112) is no tensor of a version. Attention of
-    hybrid models is a part of its layer there, and has the names that it has elsewhere.
+    What it derives of a norm's weight (layernorm.py:1112) or of mrope_section (mrope.py:109) is no
+    tensor of a version. Attention of hybrid models is a part of its layer there, and has the names
+    that it has elsewhere.
     """
     import torch  # in the process of the weights, not in the agent's
 
@@ -662,7 +663,7 @@ def hash_bytes(module: ModuleType) -> None:
         del model
         return {}
 
-    left_out = (*module._NON_PERSISTENT_BUFFER_PATTERNS, "gemma_weight")
+    left_out = (*module._NON_PERSISTENT_BUFFER_PATTERNS, "gemma_weight", "axis_map")
     replace(module.WeightChecker, "_model_state", _model_state)
     replace(module, "_NON_PERSISTENT_BUFFER_PATTERNS", left_out)
     replace(module, "_hash_tensor", _hash_tensor)

@@ -148,13 +148,14 @@ def model_flags(model: Path, scratch: Path, *, is_fp8: bool = False) -> dict[str
         return {}  # SGLang reports the error
     if not isinstance(config, dict):
         return {}
-    had = config.pop("quantization_config", None)
+    text = config.get("text_config")
+    parts = [config, text] if (sees := isinstance(text, dict)) else [config]
+    had = [part.pop("quantization_config", None) for part in parts]
     if is_fp8:
         config["quantization_config"] = quantization_config()
-    sees = "vision_config" in config
     if sees:
         config["language_model_only"] = True
-    is_requantized = is_fp8 or had is not None
+    is_requantized = is_fp8 or any(said is not None for said in had)
     if not is_requantized and not sees:
         return {}
     folder = scratch / "model"

@@ -16,6 +16,7 @@ from slipstream.weightbus.version.engine_checksums import (
     expected_checksums,
 )
 from tests.support.families import as_family
+from tests.support.hub_form import as_published, in_mxfp4
 from tests.support.random_llama import make_qwen3, make_qwen3_moe, with_whole_blocks
 from tests.support.served import SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
@@ -118,6 +119,15 @@ def as_experts(folder: Path) -> None:
 
 def as_gpt_oss(folder: Path) -> None:
     as_family(folder, "gpt_oss")
+    in_mxfp4(folder / "model")
+
+
+def as_hybrid(folder: Path, name: str) -> None:
+    """Replace the policy by a hybrid model, in the form of the hub if that is another."""
+    as_family(folder, name)
+    if name.startswith("qwen3_5"):
+        plain = (folder / "model").rename(folder / "plain")
+        as_published(plain, folder / "model")
 
 
 # tests/e2e/test_targets.py has one of every kind of parallelism, and
@@ -144,7 +154,7 @@ def as_gpt_oss(folder: Path) -> None:
         pytest.param(2, as_qwen3, {"pipeline": 2}, {}, id="pp2"),
         pytest.param(2, as_qwen3, {"context": 2}, {}, id="cp2"),
         pytest.param(4, as_experts, {"pipeline": 2, "expert": 2}, {}, id="pp2-ep2"),
-        # Windows, sinks, biases, and the experts of a layer as one tensor; in `make test`,
+        # Windows, sinks, biases, the experts of a layer as one tensor, and 4 bits; in `make test`,
         # tests/integration/test_layouts.py has its update.
         pytest.param(
             2, as_gpt_oss, {"context": 2, "expert": 2}, {"run__routing_replay": "R3"}, id="gpt-oss"
@@ -225,7 +235,7 @@ def test_an_engine_with_recurrent_states_serves_what_was_learned(
     start_run: Callable[..., TinyRun], inputs: Path, name: str, replay: str
 ):
     run = start_run(
-        before=partial(as_family, name=name),
+        before=partial(as_hybrid, name=name),
         run__routing_replay=replay,
         run__steps=3,
         eval__file=inputs / "held_out.jsonl",
@@ -234,6 +244,12 @@ def test_an_engine_with_recurrent_states_serves_what_was_learned(
     most_versions = 1 if replay == "R3" else None
     summary = assert_trained_and_served(run, EngineLayout(), most_versions=most_versions)
     assert len(summary[PUBLISHES]) > 1
+    exported = load_file(run.folder / "model" / "model.safetensors")
+    given = load_file(inputs / "model" / "model.safetensors")
+    assert exported.keys() == given.keys()
+    kept = [one for one in given if one.startswith(("model.visual.", "mtp."))]
+    assert len(kept) == (2 if name.startswith("qwen3_5") else 0)
+    assert all(exported[one].equal(given[one]) for one in kept)
 
 
 # CPUs have no kernels for fp8: what the engine computes is emulated, what it holds is not.

@@ -24,6 +24,7 @@ from tests.integration.sglang_load import client_of
 from tests.support.commands import called
 from tests.support.families import write_family
 from tests.support.family_models import IN_MAKE_TEST, MODELS
+from tests.support.hub_form import as_published, in_mxfp4
 from tests.support.ranks.run import outputs, reports, start_ranks
 from tests.support.tiny_run import sglang_server, write_policy
 
@@ -32,7 +33,6 @@ DENSE, EXPERTS = "glm4", "deepseek_v3"
 QUICK = [
     pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow) for name in MODELS
 ]
-PARTS = ("gate", "up", "down")
 TP2 = {"ranks": 2, "tensor_parallel": 2}
 PP2 = {"ranks": 2, "pipeline_parallel": 2}
 PRODUCT = {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
@@ -227,45 +227,6 @@ def test_weights_of_8_bits_are_loaded_as_their_blocks_say(
     assert described["num_nextn_predict_layers"] == 1
 
 
-def as_published(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a tiny Qwen3.5 mixture in the form of the hub's folders; return its tensors.
-
-    It is a language model within another that sees, with layers that predict further tokens, and
-    its experts are in one tensor.
-    """
-    stored = load_file(plain / WEIGHTS)
-    config = json.loads((plain / "config.json").read_text())
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        of_each = [
-            {part: stored.pop(f"{prefix}.{number}.{part}_proj.weight") for part in PARTS}
-            for number in range(config["num_experts"])
-        ]
-        both = [torch.cat([one["gate"], one["up"]]) for one in of_each]
-        stored[f"{prefix}.gate_up_proj"] = torch.stack(both)
-        stored[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in of_each])
-    within = "model.language_model."
-    stored = {
-        name.replace("model.", within, 1) if name.startswith("model.") else name: tensor
-        for name, tensor in stored.items()
-    }
-    stored["model.visual.blocks.0.attn.qkv.weight"] = torch.randn(6, 2).bfloat16()
-    stored["mtp.fc.weight"] = torch.randn(4, 8)
-    shutil.copytree(plain, folder)
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    text = config | {"mtp_num_hidden_layers": 1}
-    around = {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "image_token_id": 120,
-        "model_type": "qwen3_5_moe",
-        "text_config": text,
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "vision_config": {"model_type": "qwen3_5_moe"},
-    }
-    (folder / "config.json").write_text(json.dumps(around))
-    return stored
-
-
 def test_a_published_folder_comes_out_in_its_form_with_all_that_it_had(
     model: Callable[[str], Path], tmp_path: Path
 ):
@@ -291,25 +252,8 @@ def test_weights_of_4_bits_are_loaded_as_transformers_does(
     model: Callable[[str], Path], tmp_path: Path
 ):
     """Ranks have half of the experts each; what they export has no blocks."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     folder = Path(shutil.copytree(model("gpt_oss"), tmp_path / "models" / "mxfp4"))
-    stored = load_file(folder / WEIGHTS)
-    numbers, values = torch.Generator().manual_seed(5), dict(stored)
-    for name in [name for name in stored if name.endswith("_proj") and ".experts." in name]:
-        experts, columns, rows = stored.pop(name).shape
-        blocks = torch.randint(
-            0, 256, (experts, rows, columns // 32, 16), generator=numbers, dtype=torch.uint8
-        )
-        scales = torch.randint(
-            115, 126, (experts, rows, columns // 32), generator=numbers, dtype=torch.uint8
-        )
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).float()
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    named = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": named}))
+    values = in_mxfp4(folder)
     work = tmp_path / "work"
     outputs(
         start_ranks(

@@ -27,6 +27,7 @@ from slipstream.weightbus.version.engine_checksums import EngineLayout, expected
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import client_of, num_mixed, until_load
 from tests.support.families import write_family
+from tests.support.hub_form import as_published
 from tests.support.ranks.run import start
 from tests.support.tiny_run import serving, write_policy
 
@@ -57,9 +58,17 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+PUBLISHED_ROPE = {  # as published: its share of a head's channels, in sections for pictures
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
+OF_3_5 = HYBRID | {"rope_parameters": PUBLISHED_ROPE}
 MODELS: dict[str, dict[str, object]] = {
-    "dense": {**HYBRID, "model_type": "qwen3_5_text"},
-    "mixture": {**HYBRID, **EXPERTS, "model_type": "qwen3_5_moe_text"},
+    "dense": {**OF_3_5, "model_type": "qwen3_5_text"},
+    "mixture": {**OF_3_5, **EXPERTS, "model_type": "qwen3_5_moe_text"},
     "next": {**HYBRID, **EXPERTS, "model_type": "qwen3_next"},
 }
 
@@ -93,26 +102,6 @@ def write_versions(root: Path, name: str) -> Weights:
     ):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folders
-
-
-def seeing(folder: Path, root: Path) -> Path:
-    """Write a folder as it is published: the language model below one that also sees."""
-    found = Path(shutil.copytree(folder, root / "sees"))
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": json.loads((folder / "config.json").read_text()),
-        "vision_config": {"model_type": "qwen3_5_vision"},
-        "tie_word_embeddings": False,
-    }
-    (found / "config.json").write_text(json.dumps(config))
-    below = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    below["model.visual.pos_embed.weight"] = torch.zeros(2, 2)
-    save_file(below, found / "model.safetensors", metadata={"format": "pt"})
-    return found
 
 
 class Oracle:
@@ -347,7 +336,10 @@ def test_the_other_hybrids_are_served_alike(
     tmp_path: Path, weights: Weights, name: str, sglang: dict[str, Any]
 ):
     published = weights if name in {"dense", "sees"} else write_versions(tmp_path, name)
-    model = seeing(published[V0], tmp_path) if name == "sees" else published[V0]
+    model = published[V0]
+    if name == "sees":
+        model = tmp_path / "sees"
+        as_published(published[V0], model)
     num_ranks = sglang.get("tp_size", 1)
 
     async def check(process: SglangProcess) -> None:

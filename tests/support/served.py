@@ -14,6 +14,7 @@ from slipstream.weightbus.version.engine_checksums import (
 )
 from slipstream.wire.models.families.registry import SCALE_SUFFIX
 from slipstream.wire.models.fp8 import is_quantized
+from tests.support.hub_form import policy_alone
 from tests.support.tiny_run import TinyRun
 
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
@@ -35,7 +36,7 @@ def assert_trained_and_served(
     summary = run.summary()
     assert summary["trained"] == 4 * summary["steps"]
     assert summary["equation"]["unaccounted"] == 0
-    final = load_file(run.folder / "model" / "model.safetensors")
+    final = policy_alone(load_file(run.folder / "model" / "model.safetensors"))
     if is_fp8:
         final = dict(_quantized(final))
     expected = digest_of(expected_checksums(final, holder))

@@ -76,17 +76,41 @@ def test_an_engine_in_fp8_is_started_from_a_folder_that_says_so(tmp_path: Path):
         )
 
 
-def test_an_engine_of_a_model_that_also_sees_has_its_language_model(tmp_path: Path):
+@pytest.mark.parametrize("pictures", [{"vision_config": {}}, {}])
+def test_an_engine_of_a_model_that_also_sees_has_its_language_model(
+    tmp_path: Path, pictures: dict[str, Any]
+):
     model, scratch = tmp_path / "model", tmp_path / "scratch"
     for folder in (model, scratch):
         folder.mkdir()
-    config = {"model_type": "qwen3_5", "vision_config": {}, "text_config": {"num_hidden_layers": 4}}
+    config = {"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 4}, **pictures}
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").write_bytes(b"weights")
     assert start_order.model_flags(model, scratch) == {"model_path": str(scratch / "model")}
     written = json.loads((scratch / "model/config.json").read_text())
     assert written == config | {"language_model_only": True}
     assert (scratch / "model/model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_an_engine_has_no_quantization_of_a_language_model_within_another(
+    tmp_path: Path, is_within: bool
+):
+    text: dict[str, Any] = {"num_hidden_layers": 4}
+    config = {"model_type": "qwen3_5", "text_config": text}
+    (text if is_within else config)["quantization_config"] = {"quant_method": "fp8"}
+    model, scratch = tmp_path / "model", tmp_path / "scratch"
+    for folder in (model, scratch):
+        folder.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    flags = start_order.model_flags(model, scratch)
+    assert flags == {"model_path": str(scratch / "model"), "load_format": "dummy"}
+    written = json.loads((scratch / "model/config.json").read_text())
+    assert written == {
+        "model_type": "qwen3_5",
+        "text_config": {"num_hidden_layers": 4},
+        "language_model_only": True,
+    }
 
 
 @pytest.mark.parametrize(
