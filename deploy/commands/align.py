@@ -4,6 +4,7 @@ The same random tokens pass the learner's ranks as the settings divide them, an 
 and transformers. Printed is how far they are apart at each layer's attention, choice of experts and
 MLP, and in the log-probabilities; the first point that is apart by more than --tolerance is named.
 All of it runs on this host's CPU. Of a run the settings are taken, with run.model as it began.
+Quantized weights are those that the learner makes of them, for all three.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from slipstream.learner.model.division import refuse_layout
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.fetched import is_hub_name
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.models.alignment import TOKENS
+from slipstream.wire.models.alignment import DEQUANTIZED, TOKENS
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, print_json
@@ -124,9 +125,13 @@ def main(arguments: argparse.Namespace) -> int:
         found: dict[str, _Arrays] = {}
         with console.status("the learner's ranks") as status:
             found[LEARNER] = _of_learner(learner, settings_file, arguments.overrides, folder)
+            model = learner.model
+            if hf.quantization_config is not None:
+                model = folder / DEQUANTIZED
+                table["run"]["model"] = str(model)
             if TRANSFORMERS not in arguments.without:
                 status.update("transformers")
-                found[TRANSFORMERS] = _of_transformers(learner.model, folder, dtype)
+                found[TRANSFORMERS] = _of_transformers(model, folder, dtype)
             if ENGINE not in arguments.without:
                 status.update("SGLang")
                 found[ENGINE] = _of_engine(table, hf, sequences, folder, dtype)

@@ -1,7 +1,8 @@
 """One rank of a learner that records the outputs of its layers for given tokens.
 
 Usage: python -m slipstream.learner.tools.align SETTINGS.toml FOLDER RANK [section.key=value ...]
-All ranks meet in FOLDER, read FOLDER/tokens.json and write FOLDER/learner.RANK.npz. Started by
+All ranks meet in FOLDER, read FOLDER/tokens.json and write FOLDER/learner.RANK.npz; of a model with
+quantized weights also what the others compute with, FOLDER/dequantized. Started by
 `slipstream align`.
 """
 
@@ -19,7 +20,7 @@ from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.tools.command_ranks import main, topology_of
-from slipstream.wire.models.alignment import LOGPROBS, TOKENS, point, rows_of
+from slipstream.wire.models.alignment import DEQUANTIZED, LOGPROBS, TOKENS, point, rows_of
 
 if TYPE_CHECKING:
     from slipstream.learner.model.attention import PackedLayout
@@ -79,6 +80,7 @@ class LayerRecorder:
 
 def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
     """Compute the tokens on all ranks, and record this rank's part."""
+    from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import load_model
     from slipstream.learner.training.policy import ReferencePolicy
 
@@ -86,6 +88,8 @@ def record(settings: LearnerSettings, folder: Path, rank: int) -> None:
     batch = pack([_trained(tokens) for tokens in sequences], device.device())
     with topology_of(settings, folder, rank) as topology:
         model = load_model(settings.learner, settings.model)
+        if model.hf_config.quantization_config is not None:
+            save_hf_folder(model, folder / DEQUANTIZED, settings.model)
         recorder = LayerRecorder(model, topology, sum(map(len, sequences)))
         (logprobs,) = ReferencePolicy(model, topology).logprobs([batch])
         arrays: dict[str, Any] = dict(recorder.arrays)

@@ -115,6 +115,21 @@ def test_learner_engine_and_transformers_agree_at_every_layer(
             assert value <= (0.0 if point.endswith("experts") else 1e-4), (pair, point)
 
 
+@pytest.mark.slow  # the test above has their plain form
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss"])
+def test_published_forms_are_aligned_as_they_are(
+    model: Callable[[str], Path], tmp_path: Path, name: str
+):
+    folder = tmp_path / name
+    if name == "gpt_oss":
+        shutil.copytree(model(name), folder)
+        in_mxfp4(folder)
+    else:
+        as_published(model(name), folder)
+    for pair, points in aligned(folder, ranks=2, expert_parallel=2).items():
+        assert max(points.values()) <= 1e-4, pair
+
+
 def test_the_first_layer_that_differs_is_named(model: Callable[[str], Path]):
     changed = "learner.megatron.softmax_scale=1.0"
     done = called("align", model(DENSE), "--without", "engine", changed)

@@ -6,6 +6,7 @@ sequences, end to end; a file may have some of them, whose numbers are in ``rows
 """
 
 TOKENS = "tokens.json"  # the sequences, in the folder of all files
+DEQUANTIZED = "dequantized"  # the model there, as the learner has it if its own is quantized
 LOGPROBS = "logprobs"  # logprob of each token after those before it; 0 for the first of a sequence
 PARTS = ("attention", "experts", "mlp")
 
