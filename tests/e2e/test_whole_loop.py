@@ -15,8 +15,7 @@ from slipstream.weightbus.version.engine_checksums import (
     digest_of,
     expected_checksums,
 )
-from tests.support.families import as_family
-from tests.support.hub_form import as_published, in_mxfp4
+from tests.support.hub_form import as_family_of_the_hub
 from tests.support.random_llama import make_qwen3, make_qwen3_moe, with_whole_blocks
 from tests.support.served import SAME, assert_trained_and_served
 from tests.support.tiny_run import TinyRun
@@ -118,16 +117,7 @@ def as_experts(folder: Path) -> None:
 
 
 def as_gpt_oss(folder: Path) -> None:
-    as_family(folder, "gpt_oss")
-    in_mxfp4(folder / "model")
-
-
-def as_hybrid(folder: Path, name: str) -> None:
-    """Replace the policy by a hybrid model, in the form of the hub if that is another."""
-    as_family(folder, name)
-    if name.startswith("qwen3_5"):
-        plain = (folder / "model").rename(folder / "plain")
-        as_published(plain, folder / "model")
+    as_family_of_the_hub(folder, "gpt_oss")
 
 
 # tests/e2e/test_targets.py has one of every kind of parallelism, and
@@ -235,7 +225,7 @@ def test_an_engine_with_recurrent_states_serves_what_was_learned(
     start_run: Callable[..., TinyRun], inputs: Path, name: str, replay: str
 ):
     run = start_run(
-        before=partial(as_hybrid, name=name),
+        before=partial(as_family_of_the_hub, name=name),
         run__routing_replay=replay,
         run__steps=3,
         eval__file=inputs / "held_out.jsonl",

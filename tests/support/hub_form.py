@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.wire.models.model_files import WEIGHTS
+from tests.support.families import as_family
 
 _PARTS = ("gate", "up", "down")
 _WITHIN = "model.language_model."
@@ -62,6 +63,16 @@ def as_published(plain: Path, folder: Path) -> dict[str, Tensor]:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(_PICTURES))
     return stored
+
+
+def as_family_of_the_hub(folder: Path, name: str) -> None:
+    """Replace the policy in FOLDER/model by a random model of a family, as the hub has it."""
+    as_family(folder, name)
+    model = folder / "model"
+    if name.startswith("qwen3_5"):
+        as_published(model.rename(folder / "plain"), model)
+    elif name == "gpt_oss":
+        in_mxfp4(model)
 
 
 def policy_alone(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
