@@ -53,14 +53,19 @@ def stored_matrix(tensor: HfTensor, sizes: Sizes, names: Container[str]) -> Stor
     family's usual names are of single ones.
     """
     shape = tensor.shape_of_one(sizes)
-    single = _OF_EXPERT.fullmatch(tensor.name)
-    name = "" if single is None else f"{single[1]}{_FUSED.get(single[3], single[3])}_proj"
+    single, name = _OF_EXPERT.fullmatch(tensor.name), _of_all_experts(tensor.name)
     if single is None or tensor.name in names or name not in names:
         whole = tensor.whole_shape(sizes)
         return StoredMatrix(tensor.name, whole, shape[0], 0, tensor.expert, tensor.is_transposed)
     rows, columns = shape
     whole = (sizes["experts"], rows * (2 if single[3] in _FUSED else 1), columns)
     return StoredMatrix(name, whole, rows, rows * (single[3] == "up"), int(single[2]))
+
+
+def _of_all_experts(name: str) -> str:
+    """Return the name that a tensor of one expert's matrix and others' would have; else empty."""
+    single = _OF_EXPERT.fullmatch(name)
+    return "" if single is None else f"{single[1]}{_FUSED.get(single[3], single[3])}_proj"
 
 
 class HfTensors:
@@ -159,6 +164,12 @@ class HfTensors:
         self._sizes, shapes = hf.sizes, dict[str, tuple[int, ...]]()
         for tensor in (tensor for _, mapping in hf.parameters() for tensor in mapping.tensors):
             place = stored_matrix(tensor, hf.sizes, self._file_of)
+            of_all = _of_all_experts(tensor.name)
+            if place.name == tensor.name and of_all in self._file_of:
+                raise ConfigError(
+                    f"{self._folder} holds {tensor.name} and {of_all}, of all experts: remove one "
+                    f"({self._setting})"
+                )
             if place.name in shapes or place.name in self._packed:
                 continue
             if place.name + BLOCKS in self._file_of:

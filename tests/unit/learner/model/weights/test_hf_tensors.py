@@ -223,6 +223,10 @@ def test_experts_are_read_from_tensors_that_have_all_of_them(tmp_path: Path):
         ConfigError, match=r"gate_up_proj must have shape \[2, 8, 6\] .* got \[1, 8"
     ):
         checked(tmp_path)
+    twice = stacked | {f"{SINGLE}1.up_proj.weight": torch.ones(4, 6)}
+    save_file(tensors | twice, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1\.up_proj\.weight and .*gate_up_proj, of all"):
+        checked(tmp_path)
 
 
 GPT_OSS = {
