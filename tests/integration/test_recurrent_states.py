@@ -23,7 +23,12 @@ from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine, completion_of
 from slipstream.generators.sglang.process import SglangProcess
-from slipstream.weightbus.version.engine_checksums import EngineLayout, expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    differing,
+    digest_of,
+    expected_checksums,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import client_of, num_mixed, until_load
 from tests.support.families import write_family
@@ -269,11 +274,22 @@ async def check_updates(process: SglangProcess, weights: Weights, oracle: Oracle
                 assert oracle.error([*PREFIX, 5], after, [(1, version)]) < TOLERANCE
 
 
-async def check_bytes(engine: SglangEngine, folder: Path, num_ranks: int = 1) -> None:
-    """An engine holds a version fused as it fuses it, decays in float32, and nothing else."""
-    await engine.adopt_folder(folder, V0, digest="")
-    published = load_file(folder / "model.safetensors")
+async def check_bytes(engine: SglangEngine, weights: Weights, num_ranks: int = 1) -> None:
+    """An engine holds a version fused as it fuses it, decays in float32, and nothing else.
+
+    Another version's weights under its name are refused, loaded next to those in use or into them.
+    """
+    published = load_file(weights[V0] / "model.safetensors")
     expected = expected_checksums(published, EngineLayout("cpu", num_ranks))
+    digest = digest_of(expected)
+    for is_staged in (True, False):
+        if is_staged:
+            await engine.stage_folder(weights[V1], V0)
+        refused = await engine.adopt_folder(weights[V1], V0, digest=digest)
+        assert refused.is_paused != is_staged
+        wrong = set(differing(expected, refused.differing))
+        assert {name for name in expected if "linear_attn" in name} <= wrong
+    assert not (await engine.adopt_folder(weights[V0], V0, digest=digest)).differing
     assert await engine.checksums() == expected
 
 
@@ -296,7 +312,7 @@ def test_a_new_version_meets_no_state_of_the_one_before(
 def test_what_an_engine_holds_is_what_was_published(process: SglangProcess, weights: Weights):
     async def check() -> None:
         async with client_of(process, V0) as engine:
-            await check_bytes(engine, weights[V0])
+            await check_bytes(engine, weights)
 
     asyncio.run(check())
 
@@ -345,7 +361,7 @@ def test_the_other_hybrids_are_served_alike(
     async def check(process: SglangProcess) -> None:
         async with client_of(process, V0, num_ranks=num_ranks) as engine:
             await check_logprobs(process, engine, asked)
-            await check_bytes(engine, published[V0], num_ranks)
+            await check_bytes(engine, published, num_ranks)
         await check_updates(process, published, asked)
 
     with oracle_of(published) as asked, server(model, **sglang) as process:
