@@ -44,6 +44,7 @@ def main() -> None:
         from sglang.srt.layers.moe.topk import StandardTopKOutput
     theirs = Native._run_sdpa_forward_extend
     their_logits = LogitsProcessor._compute_lm_head
+    cpu.take_sinks()
     cpu.extend_without_prefix_queries()
     cpu.widen_output_layer_by_blocks()
     random = torch.Generator().manual_seed(7)

@@ -296,7 +296,7 @@ def test_a_step_is_the_same_however_it_is_laid_out(
 
 def test_decays_stay_in_float32_where_all_else_is_narrow(tmp_path: Path):
     """Two ranks of tensor parallelism publish and export what a folder has of them, exactly."""
-    model = write_family(tmp_path / "model", "qwen3_5", num_hidden_layers=1)
+    model = write_family(tmp_path / "model", "qwen3_5", num_hidden_layers=2)
     shutil.copytree(model, tmp_path / "reference")
     work = tmp_path / "work"
     outputs(start_ranks(PROGRAM, model, work, 2, tensor_parallel=2, dtype="bfloat16"))
