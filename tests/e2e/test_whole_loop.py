@@ -237,9 +237,9 @@ def test_an_engine_with_recurrent_states_serves_what_was_learned(
     exported = load_file(run.folder / "model" / "model.safetensors")
     given = load_file(inputs / "model" / "model.safetensors")
     assert exported.keys() == given.keys()
-    kept = [one for one in given if one.startswith(("model.visual.", "mtp."))]
+    kept = [name for name in given if name.startswith(("model.visual.", "mtp."))]
     assert len(kept) == (2 if name.startswith("qwen3_5") else 0)
-    assert all(exported[one].equal(given[one]) for one in kept)
+    assert all(exported[name].equal(given[name]) for name in kept)
 
 
 # CPUs have no kernels for fp8: what the engine computes is emulated, what it holds is not.

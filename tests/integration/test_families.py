@@ -258,7 +258,7 @@ def test_a_published_folder_comes_out_in_its_form_with_all_that_it_had(
     for name, tensor in stored.items():
         assert written[name].dtype == tensor.dtype
         assert written[name].equal(tensor), name
-    configs = [tmp_path / one / "published" / "config.json" for one in ("models", "work")]
+    configs = [tmp_path / name / "published" / "config.json" for name in ("models", "work")]
     assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
 
 

@@ -308,5 +308,5 @@ def test_decays_stay_in_float32_where_all_else_is_narrow(tmp_path: Path):
     )
     decays = "model.layers.0.linear_attn.A_log"
     assert after[decays].equal(before[decays])
-    assert {str(one.dtype) for one in after.values()} == {"torch.bfloat16", "torch.float32"}
+    assert {str(tensor.dtype) for tensor in after.values()} == {"torch.bfloat16", "torch.float32"}
     assert [name for name in after if after[name].dtype is torch.float32] == [decays]

@@ -40,10 +40,10 @@ from tests.support.tiny_run import serving, write_policy
 pytestmark = pytest.mark.integration
 V0, V1 = VERSIONS = PolicyVersion(1, 0), PolicyVersion(1, 1)
 Weights = Mapping[PolicyVersion, Path]
-TOLERANCE = 1e-4  # of float32 logprobs
+TOLERANCE = 1e-4  # largest difference of float32 logprobs
 END = 2  # barred where an answer must not end early
 CHUNK = 32  # tokens that are prefilled at a time; SGLang's own kernels go by 64
-TRIES = 10  # to change weights while answers are in the making: a slow machine may be too late
+TRIES = 10  # attempts to change weights amid answers: a slow machine may be too late
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=12, min_new_tokens=12)
 LONG = SamplingParams(temperature=1.0, max_new_tokens=200, min_new_tokens=200)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 130)
@@ -212,7 +212,7 @@ async def cached(engine: SglangEngine, prompt: list[int]) -> tuple[int, Completi
 async def check_logprobs(process: SglangProcess, engine: SglangEngine, oracle: Oracle) -> None:
     """Prompts of any length in one batch, siblings, and turns over cached states."""
     prompts = [tokens(length, length) for length in LENGTHS]
-    groups = await asyncio.gather(*(engine.sample(one, SHORT, count=2) for one in prompts))
+    groups = await asyncio.gather(*(engine.sample(prompt, SHORT, count=2) for prompt in prompts))
     assert num_mixed(process)[0], "no answer was decoded in a batch that prefills others"
     for prompt, siblings in zip(prompts, groups, strict=True):
         for answer in siblings:
@@ -241,7 +241,7 @@ async def changed_in_flight(
         assert (await engine.stage_folder(weights[V1], V1)).keys() == {"stage", "prove"}
         await engine.adopt_folder(weights[V1], V1, digest="")
         answers = await asked
-        if all([version for _, version in one.version_starts] == [V0, V1] for one in answers):
+        if all([version for _, version in answer.version_starts] == [V0, V1] for answer in answers):
             return answers
     raise AssertionError("the change came too late")
 

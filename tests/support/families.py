@@ -51,7 +51,7 @@ def main(folder: Path, name: str, *changes: str) -> None:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if key.endswith("norm.weight") or "layernorm" in key:
-                tensor.add_(0.2 * noise)  # to 1, or to 0 if the norm adds 1
+                tensor.add_(0.2 * noise)  # noise around 1, or around 0 if the norm adds 1
             elif key.endswith("gate.weight"):
                 tensor.copy_(noise)  # so that experts are far from equal
             else:

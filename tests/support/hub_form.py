@@ -38,9 +38,9 @@ def as_published(plain: Path, folder: Path) -> dict[str, Tensor]:
             {part: stored.pop(f"{prefix}.{number}.{part}_proj.weight") for part in _PARTS}
             for number in range(experts)
         ]
-        both = [torch.cat([one["gate"], one["up"]]) for one in of_each]
+        both = [torch.cat([expert["gate"], expert["up"]]) for expert in of_each]
         stored[f"{prefix}.gate_up_proj"] = torch.stack(both)
-        stored[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in of_each])
+        stored[f"{prefix}.down_proj"] = torch.stack([expert["down"] for expert in of_each])
     stored = {
         name.replace("model.", _WITHIN, 1) if name.startswith("model.") else name: tensor
         for name, tensor in stored.items()

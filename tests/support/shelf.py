@@ -8,6 +8,13 @@ a comment names another source, that was read instead.
 from typing import Any, NamedTuple
 
 Config = dict[str, Any]
+QWEN3_5_ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
 
 
 class Published(NamedTuple):
@@ -345,13 +352,7 @@ def _with_pictures(model_type: str, text: Config, *, tied: bool) -> Config:
         "model_type": f"{model_type}_text",
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
+        "rope_parameters": QWEN3_5_ROPE,
         "tie_word_embeddings": tied,
     }
     return {

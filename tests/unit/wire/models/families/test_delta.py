@@ -12,6 +12,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.families.registry import engine_tensor
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from tests.support.family_models import MODELS, SHAPE
+from tests.support.shelf import QWEN3_5_ROPE
 
 TINY = {**SHAPE, **MODELS["qwen3_5"]}
 # What the published folders have around the language model, and of layers that predict further.
@@ -21,13 +22,7 @@ PUBLISHED = {
     "mlp_only_layers": [],
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
+    "rope_parameters": QWEN3_5_ROPE,
 }
 AROUND = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
