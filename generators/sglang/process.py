@@ -27,13 +27,13 @@ from slipstream.generators.sglang.start_order import (
     HOST,
     EngineNode,
     environment_of,
-    free_port,
     model_flags,
     random_api_key,
     server_flags,
 )
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
+from slipstream.wire.process.ports import free_port
 from slipstream.wire.process.processes import bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)

@@ -2,9 +2,7 @@
 
 import json
 import os
-import random
 import secrets
-import socket
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +24,6 @@ from slipstream.generators.sglang.patches import (
     SHADOW_VARIABLE,
 )
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
-from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.fp8 import quantization_config
 from slipstream.wire.process.environment import handed_on
 from slipstream.wire.process.patience import AT_MOST
@@ -51,10 +48,6 @@ _KEEP_ALIVE = "SGLANG_TIMEOUT_KEEP_ALIVE"
 SERVER_KEEPS_S = 3600  # time after which a server closes an idle connection, even under a request
 _TIES = 64  # room beyond the limit: a kernel keeps all tokens that are as likely as the last
 HOST = "127.0.0.1"
-_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL_FIRST_PORT = 32_768
-_LOWEST_PORT = 20_000
-_PORT_TRIES = 100
 _RENDEZVOUS = "rendezvous"
 
 
@@ -285,25 +278,3 @@ def cores_of_ranks(num_ranks: int) -> str:
     """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
-
-
-def free_port(port_range: Path = _PORT_RANGE) -> int:
-    """Return a free port outside the range from which the system assigns ports.
-
-    The server binds it seconds later. A port of that range may be taken meanwhile, even by the
-    probe for the server, which would connect to itself. ``port_range`` is the file with the range.
-    """
-    try:
-        first = int(port_range.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first = _USUAL_FIRST_PORT
-    if first < _LOWEST_PORT + _PORT_TRIES:
-        first = _USUAL_FIRST_PORT
-    for port in random.sample(range(_LOWEST_PORT, first), _PORT_TRIES):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise ConfigError(f"no port between {_LOWEST_PORT} and {first} is free for SGLang")

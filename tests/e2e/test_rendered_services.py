@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from slipstream.deploy.launch.observer import status_now
-from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.files.checkpoints import newest_checkpoint
 from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.process.ports import free_port
 from slipstream.wire.settings.sections import RunSection
 from tests.e2e.hosts import Host, Roles, toml_of
 from tests.support.probed import Role

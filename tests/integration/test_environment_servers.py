@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.weightbus.net.curve import LeaderListener
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.process.ports import free_port
 from slipstream.wire.settings.rendezvous import Address
 from slipstream.wire.settings.sections import EnvironmentSection
 from tests.integration.test_environments import HERE, LIMITS, PROMPT, ROOT, calls_at
@@ -43,12 +43,6 @@ pytestmark = pytest.mark.integration
 def a_key() -> ClientKey:
     public, secret = (one.decode() for one in zmq.curve_keypair())
     return ClientKey(name="envs", role="observer", public=public, secret=secret, broker=public)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 KEY = a_key()
@@ -80,16 +74,15 @@ async def serving(
     listener = LeaderListener(f"tcp://{address}", KEY, setting="--listen")
     identity = identity_of(f"{HERE}:{name}", options)
     server = EnvironmentServer(host, proxy, identity=identity, most=most, silence_s=silence_s)
-    job = asyncio.create_task(server.run(listener.open(context)))
-    try:
+    async with AsyncExitStack() as to_close:
+        to_close.push_async_callback(host.close)
+        to_close.push_async_callback(proxy.close)
+        to_close.callback(context.destroy, linger=0)
+        opened = listener.open(context)
+        to_close.callback(listener.close)
+        job = asyncio.create_task(server.run(opened))
+        to_close.push_async_callback(given_up, job)
         yield Served(address, identity, host, server, job)
-    finally:
-        job.cancel()
-        await asyncio.gather(job, return_exceptions=True)
-        listener.close()
-        context.destroy(linger=0)
-        await proxy.close()
-        await host.close()
 
 
 @asynccontextmanager

@@ -17,12 +17,14 @@ import pytest
 import zmq
 
 from slipstream.broker.listening.curve import prove_key
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import checkpoints_in
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.broker import RequestBatch, TakeOver
 from slipstream.wire.messages.codec import decode_to_follower, encode
 from slipstream.wire.messages.followers import Follow, FollowerEnds, FollowerRefused
+from slipstream.wire.process.ports import free_port
 from slipstream.wire.settings.rendezvous import Address
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool, weights
 from tests.integration.scripted_broker import Script, ScriptedBroker
@@ -38,17 +40,6 @@ BESIDE = "127.0.0.2"  # this machine's, too
 PATHS = os.environ.get("PYTHONPATH", "")  # noqa: TID251 handed on
 
 
-def free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            pytest.skip(f"no {host} here")
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Nodes:
     """Learners on several nodes of one machine."""
 
@@ -59,7 +50,10 @@ class Nodes:
         self.processes: list[subprocess.Popen[str]] = []
 
     def listen_on(self, host: str) -> None:
-        self.address = str(Address(host, free_port(host)))
+        try:
+            self.address = str(Address(host, free_port(host)))
+        except ConfigError:
+            pytest.skip(f"no {host} here")
 
     def start(
         self,

@@ -12,8 +12,8 @@ import pytest
 
 from slipstream.broker.store.base import Changes
 from slipstream.broker.store.redis import RedisStore
-from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.ports import free_port
 from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.process.health import probe
+from slipstream.wire.process.ports import free_port
 from tests.support import nursery
 from tests.support.tiny_run import overrides_of, tiny_inputs, tiny_settings
 from tests.support.waiting import HANG_S, until

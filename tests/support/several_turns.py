@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.generators.sglang.start_order import free_port
+from slipstream.wire.process.ports import free_port
 from tests.support.tiny_run import ROOT, TinyRun, limited_to, overrides_of, slipstream
 from tests.support.waiting import HANG_S
 

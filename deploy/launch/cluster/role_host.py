@@ -6,7 +6,6 @@ bytes of the structs below, in JSON, so no object of ours is ever unpickled.
 
 import ctypes
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -28,10 +27,9 @@ from slipstream.deploy.launch.starters import LocalProcess, LocalStarter
 from slipstream.wire.files.keys import ClientKey, write_client_key, write_private
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.patience import END_AT_MOST, Patience, Signs, signs_of
+from slipstream.wire.process.ports import free_port
 
 PYTHON, SETTINGS = "{python}", "{settings}"  # placeholders in a command, replaced on the host
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20_000  # above the ports of Ray's workers
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 _END_S = 10.0  # limit without a sign of life, for what outlives a role
@@ -104,12 +102,7 @@ class RoleHost:
 
         Until they are used, the system gives them to no outgoing connection.
         """
-        given = int(_GIVEN_PORTS.read_text().split()[0])
-        ports = range(_FIRST_PORT, (given if given > _FIRST_PORT + 1000 else 1 << 16) - count)
-        while True:
-            port = secrets.choice(ports)
-            if all(_is_free(address, port + i) for i in range(count)):
-                return port
+        return free_port(address, count)
 
     def make_key(self, folder: str, name: str, role: Role) -> bytes:
         """Authorize a key with the broker's folder of keys; return it as a ClientKey.
@@ -214,15 +207,6 @@ class RoleHost:
                     with suppress(psutil.NoSuchProcess):
                         child.send_signal(signal.SIGKILL)
             psutil.wait_procs(children, timeout=_POLL_S)
-
-
-def _is_free(address: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
-        try:
-            listener.bind((address, port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 def _adopt_orphans(wanted: bool) -> None:

@@ -1,7 +1,6 @@
 """A relay and agents of other hosts in one process, which reach each other over loopback."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -11,7 +10,6 @@ import zmq
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.generators.sglang.start_order import free_port
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
@@ -21,6 +19,7 @@ from slipstream.weightbus.net.traffic import Traffic
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord, RelayAddress
+from slipstream.wire.process.ports import free_port
 from tests.support.bus.engine import BusEngine, random_tensors
 from tests.support.bus.published import Published, subscriber_of
 from tests.support.waiting import NEVER_S, until_async
@@ -38,11 +37,7 @@ def client_key(name: str) -> ClientKey:
 
 def free_ports() -> str:
     """Return an address with no listener, nor at the port after it."""
-    while True:
-        port = free_port()
-        with suppress(OSError), socket.socket() as after:
-            after.bind(("127.0.0.1", port + 1))
-            return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_port(count=2)}"
 
 
 class WatchedListener(RemoteListener):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.listening.health_port import serving
-from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.health import (
     Health,
@@ -22,6 +21,7 @@ from slipstream.wire.process.health import (
     why_not_live,
     why_not_ready,
 )
+from slipstream.wire.process.ports import free_port
 from tests.support.clock import Clock
 from tests.support.waiting import HANG_S
 
