@@ -130,7 +130,7 @@ def odd_shape(prompt: Prompt) -> str:
     if last.role in _OWN_ROLES:
         return f"end with a turn of the policy's own ({last.role}): the answer may stand in it"
     return (
-        "are a conversation as text, asked as it is" if _TURNS_AS_TEXT.match(last.content) else ""
+        "are a conversation as text, asked as it is" if _TURNS_AS_TEXT.match(last.text) else ""
     )
 
 

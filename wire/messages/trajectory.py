@@ -20,6 +20,7 @@ import msgspec
 
 from slipstream.wire.messages.arrays import COUNTS, PackedArray
 from slipstream.wire.messages.bounds import Body, ByName, Count, Figure, Name, Number, Several, Text
+from slipstream.wire.messages.images import Image, ImageSpan
 from slipstream.wire.messages.versions import PolicyVersion
 
 Json: TypeAlias = Any  # null, bool, number, text, list or object
@@ -190,6 +191,7 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     loss_mask: PackedArray  # [T] bool, True where the policy chose the token
     behavior_logprobs: PackedArray  # [T] float32, 0.0 where loss_mask is False
     decisions: Decisions | None = None  # None: all tokens and experts are the learner's to choose
+    images: Several[ImageSpan] = ()  # in order; no token of theirs was chosen by the policy
 
     def __post_init__(self) -> None:
         want = self.token_ids.shape
@@ -202,6 +204,7 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 )
         if self.decisions is not None:
             self._check(self.decisions)
+        self._check_images()
 
     def _check(self, decisions: Decisions) -> None:
         """See that decisions are about these tokens."""
@@ -213,12 +216,50 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if experts is not None and experts.shape[0] > most:
             raise ValueError(f"experts is {experts.shape}, the engine computed {most} at most")
 
+    def _check_images(self) -> None:
+        """See that images have tokens, one after the other, outside the loss mask."""
+        end, mask = 0, self.loss_mask.data
+        for span in self.images:
+            if span.first_token < end or not span.num_tokens or span.end > len(mask):
+                raise ValueError(
+                    f"an image has tokens [{span.first_token}, {span.end}) after {end} of "
+                    f"{len(mask)}"
+                )
+            end = span.end
+            if any(mask[span.first_token : end]):
+                raise ValueError(f"the policy chose tokens of [{span.first_token}, {end})")
+
+
+class ContentPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of a turn: text or an image."""
+
+    text: Body = ""
+    image: Image | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.text) is (self.image is not None):
+            raise ValueError("a part of a turn is text or an image")
+
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
 
     role: Name
-    content: Body
+    content: Body | Several[ContentPart]  # parts only where one is an image
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Images of the turn, in order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part.image for part in self.content if part.image is not None)
+
+    @property
+    def text(self) -> str:
+        """The turn as text for people."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.image.text if part.image else part.text for part in self.content)
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +277,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         """The text for a person to read."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
+        return "\n".join(f"{turn.role}: {turn.text}" for turn in self.prompt)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Images in order; one that is shown twice comes twice."""
+        if isinstance(self.prompt, str):
+            return ()
+        return tuple(image for turn in self.prompt for image in turn.images)
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
