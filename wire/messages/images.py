@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.wire.messages.bounds import Count
 
-Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 """SHA-256 of a file's bytes, in hexadecimal."""
 
 
