@@ -46,6 +46,10 @@ class DataSection(Section, frozen=True, kw_only=True):
     ground_truth_column: str = "ground_truth"
     """Column of a file that holds what rewards compare with; by default also verl's
     reward_model.ground_truth."""
+    image_column: str = "images"
+    """Column of a file that holds a row's images; empty leaves images out."""
+    max_images: AtLeast1 = 16
+    """Most images of one prompt."""
     as_chat: bool = False
     """Ask text prompts as one turn of a user, through the model's chat template."""
     system_prompt: str = ""
@@ -111,6 +115,9 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """Past so much untrained payload no more groups are started than one step needs."""
     replay_budget_bytes: AtLeast0 = 2 * 1024 * 1024 * 1024
     """Trained payloads kept until a checkpoint holds their step; past it prompts alone are kept."""
+    image_budget_bytes: AtLeast0 = 64 * 1024 * 1024 * 1024
+    """Most bytes of images in the run folder; past it prompts with more of them are bad rows, and
+    observations are refused."""
     cache_bytes: AtLeast0 = 256 * 1024 * 1024
     """Payloads that the broker keeps in its own memory too, besides Redis."""
     max_trail_bytes: AtLeast0 = 256 * 1024 * 1024

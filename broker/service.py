@@ -35,9 +35,11 @@ from slipstream.broker.store.private_server import RedisServer
 from slipstream.broker.store.redis import RedisStore
 from slipstream.broker.store.store_opening import open_store, start_private_server
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import (
     BROKER_LOCK,
+    IMAGES,
     NUM_EVENTS,
     PAGE_ADDRESS,
     PAGE_STATE,
@@ -79,7 +81,8 @@ async def serve(
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
     telemetry = Telemetry(run)
-    prompts = load_prompts(settings)
+    images = ImageFolder(run.folder / IMAGES, most_bytes=broker.image_budget_bytes)
+    prompts = load_prompts(settings, images)
     telemetry.data = prompts.counts()
     async with AsyncExitStack() as cleanup:
         _take_lock(run, cleanup, restarted=restarted)
@@ -96,7 +99,7 @@ async def serve(
         beginning, trail = await _begin(settings, prompts, store, restarted=restarted)
         committer = GroupCommitter(store)
         server = await _make_server(
-            settings, beginning, trail, store, committer, telemetry, trackers, ring
+            settings, beginning, trail, store, committer, telemetry, trackers, ring, images
         )
         cleanup.callback(server.close_records)
         gc.freeze()
@@ -199,6 +202,7 @@ async def _make_server(
     telemetry: Telemetry,
     trackers: BackgroundTrackers,
     ring: KeyRing | None,
+    images: ImageFolder,
 ) -> BrokerServer:
     """Build the server around a ledger."""
     run, broker, ledger = settings.run, settings.broker, beginning.ledger
@@ -225,7 +229,16 @@ async def _make_server(
     )
     on_epoch = _remembered(run, beginning.identity)
     server = make_server(
-        ledger, scoring, store, committer, report, rules, keys=ring, trail=trail, on_epoch=on_epoch
+        ledger,
+        scoring,
+        store,
+        committer,
+        report,
+        rules,
+        images,
+        keys=ring,
+        trail=trail,
+        on_epoch=on_epoch,
     )
     for group in ledger.book.groups.values():
         if group.item == "eval" and group.headers:  # their part of eval/ is kept in memory

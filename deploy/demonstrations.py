@@ -14,7 +14,8 @@ from slipstream.broker.data.demonstrations import (
     demonstration_from_row,
 )
 from slipstream.broker.data.files import RawRow, read_rows, row_name
-from slipstream.broker.data.rows import BadRowError, RowRules
+from slipstream.broker.data.plain import BadRowError
+from slipstream.broker.data.rows import RowRules
 from slipstream.generators.rollout import packed
 from slipstream.generators.text.codec import BadPromptError, TextCodec
 from slipstream.generators.turns.demonstrations import (

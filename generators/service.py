@@ -7,9 +7,11 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from slipstream.broker.client import BrokerClient
+from slipstream.broker.images import ImageFetcher, LocalImages
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.turn_sampler import TurnSampler
@@ -82,9 +84,12 @@ async def serve(
             return
         client, welcome = connected
         cleanup.callback(client.close)
+        folder = cleanup.enter_context(TemporaryDirectory(prefix="slipstream-images-"))
+        images = LocalImages(ImageFetcher(client).fetch, Path(folder))
         audit = ProbeAudit(engine, _noise(settings))
         worker = GeneratorWorker(
             client=client,
+            images=images,
             sampler=sampler,
             turn_sampler=turn_sampler,
             lanes=lanes_of(settings),

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
 from slipstream.broker.client import BrokerClient
+from slipstream.broker.images import LocalImages
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
@@ -77,6 +78,7 @@ class GeneratorWorker:
         self,
         *,
         client: BrokerClient,
+        images: LocalImages,
         sampler: Sampler,
         lanes: Lanes,
         siblings_together: bool,
@@ -91,6 +93,7 @@ class GeneratorWorker:
 
         Args:
             client: Client of the broker.
+            images: Files of images of prompts.
             sampler: Samples answers.
             lanes: Lanes of the engine.
             siblings_together: True if the siblings of a group are one request.
@@ -106,6 +109,7 @@ class GeneratorWorker:
         self._max_credits = max_credits
         self._engine_patience_s = engine_patience_s
         self._rewards = rewards
+        self._images = images
         self._client = client
         self._sampler = sampler
         self._turn_sampler = turn_sampler
@@ -196,6 +200,7 @@ class GeneratorWorker:
                 scorer = Scorer(
                     self._client,
                     self._rewards,
+                    self._images,
                     max_credits=self._max_credits,
                     heartbeat_s=heartbeat_s,
                 )
@@ -354,9 +359,12 @@ class GeneratorWorker:
             group_id=header.group_id, sibling=header.sibling, lease_id=NO_SCORING_LEASE
         )
         found = None
-        async for score in rewards.score([(item, submitted_transcript(submission, prompt))]):
-            self._counters["unavailable"] += score.reward is None
-            found = score
+        async with AsyncExitStack() as stack:
+            transcript = submitted_transcript(submission, prompt)
+            shown = await self._images.shown(transcript, stack)
+            async for score in rewards.score([(item, shown)]):
+                self._counters["unavailable"] += score.reward is None
+                found = score
         return SubmitTrajectory(header=header, score=found), frames
 
     async def _heartbeats(self, every_s: float) -> None:

@@ -14,6 +14,7 @@ SlipstreamError
     PublishError      a weight transfer failed; the engine may be torn
     SupersededError   another process has taken this one's place
     StoreLostError    the store has lost acknowledged changes
+    ImageError        an image of the run is missing, changed on disk, or has no room
 """
 
 
@@ -55,6 +56,10 @@ class SupersededError(SlipstreamError):
 
 class StoreLostError(SlipstreamError):
     """The store has lost acknowledged changes."""
+
+
+class ImageError(SlipstreamError):
+    """An image of the run is missing, changed on disk, or has no room."""
 
 
 class ChildDiedError(SlipstreamError):

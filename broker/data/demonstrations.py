@@ -5,7 +5,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.data.rows import SYSTEM, TRUTH_COLUMN, BadRowError, RowRules, kind_of, plain
+from slipstream.broker.data.image_places import is_image
+from slipstream.broker.data.plain import BadRowError, kind_of, plain
+from slipstream.broker.data.rows import SYSTEM, TRUTH_COLUMN, RowRules
 from slipstream.wire.messages.trajectory import Json
 
 POLICY = "assistant"  # role of the policy's own turns
@@ -134,6 +136,9 @@ def _turns(place: Mapping[str, Any], column: str) -> list[dict[str, Json]]:
     for number, turn in enumerate(turns):
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise BadRowError(f"turn {number} of {column} must be an object with a role")
+        parts = turn.get("content")
+        if isinstance(parts, list) and any(is_image(part) for part in parts):
+            raise BadRowError(f"turn {number} of {column} has an image: demonstrations have none")
     return turns
 
 

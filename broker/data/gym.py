@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slipstream.broker.data.files import RawRow
-from slipstream.broker.data.rows import BadRowError, plain
+from slipstream.broker.data.plain import BadRowError, plain
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 

@@ -11,6 +11,7 @@ from slipstream.broker.data.sources import (
     local_data,
     local_eval,
 )
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.eval_metric import check_metric
 
@@ -31,15 +32,17 @@ class Prompts:
         }
 
 
-def load_prompts(settings: BrokerSettings) -> Prompts:
+def load_prompts(settings: BrokerSettings, images: ImageFolder | None = None) -> Prompts:
     """Read the training prompts and the held-out problems.
+
+    Their images are kept in a folder, if one is named.
 
     Raises:
         ConfigError: a file is missing, empty or malformed; or eval.metric does not fit them.
     """
     run, evaluation = settings.run, local_eval(settings.eval, settings.run)
-    training = load_training_prompts(local_data(settings.data, run), seed=run.seed)
-    held_out = load_eval_problems(evaluation, settings.data) if evaluation.enabled else []
+    training = load_training_prompts(local_data(settings.data, run), seed=run.seed, images=images)
+    held_out = load_eval_problems(evaluation, settings.data, images) if evaluation.enabled else []
     if held_out:
         sources = {problem.data_source for problem in held_out}
         check_metric(settings.eval.metric, samples=settings.eval.samples, sources=sources)

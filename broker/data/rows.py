@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, time
 from typing import Any
 
 import msgspec
 
+from slipstream.broker.data.image_places import TakeImage, no_image, place_images
+from slipstream.broker.data.plain import BadRowError, kind_of, plain
 from slipstream.wire.messages.trajectory import ChatMessage, Json, Prompt
 
 SYSTEM = "system"
@@ -20,11 +21,6 @@ _TURNS_AS_TEXT = re.compile(  # one turn, a list of them, or an object that hold
     r"""|model|gpt|chatgpt|bot|tool|function)['"])(?=.*['"](?:content|value)['"]\s*:)""",
     re.DOTALL | re.IGNORECASE,
 )
-_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1  # limits of MessagePack
-
-
-class BadRowError(Exception):
-    """Raised for a row that is no prompt, or no demonstration, with the reason."""
 
 
 class RowRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,19 +31,30 @@ class RowRules(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth_column: str = TRUTH_COLUMN
     as_chat: bool = False  # ask text as one turn of a user
     system_prompt: str = ""  # first turn, where a row has none
+    image_columns: tuple[str, ...] = ()  # columns with images; the first that has any is taken
+    max_images: int = 16  # most images of a prompt
 
     @property
     def columns(self) -> set[str]:
         """Names of the columns that are read."""
-        return {self.prompt_column, self.ground_truth_column, *_OTHER_COLUMNS}
+        own = {self.prompt_column, self.ground_truth_column, *self.image_columns}
+        return own | {*_OTHER_COLUMNS}
 
 
-def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> Prompt:
+def prompt_from_row(
+    row: Mapping[str, Any], rules: RowRules, *, number: int, take_image: TakeImage = no_image
+) -> Prompt:
     """Return the prompt of a row.
 
-    Our columns are prompt, ground_truth, data_source, ability and extra_info. verl's differ in
-    that the truth is in ``reward_model["ground_truth"]``. A row without a truth, or with null, has
-    None. Further columns are left out.
+    Our columns are prompt, ground_truth, images, data_source, ability and extra_info. verl's
+    differ in that the truth is in ``reward_model["ground_truth"]``. A row without a truth, or with
+    null, has None. Further columns are left out.
+
+    Args:
+        row: Values by column.
+        rules: Rules of its source.
+        number: Number of the row in its file.
+        take_image: Keeps an image and returns its facts.
 
     Raises:
         BadRowError: the row is no prompt, with the reason.
@@ -59,7 +66,7 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
     if extra_info is not None and not isinstance(extra_info, dict):
         raise BadRowError(f"extra_info must be an object, got {kind_of(extra_info)}")
     return Prompt(
-        prompt=_asked(plain(asked, rules.prompt_column), rules),
+        prompt=_asked(row, rules, take_image),
         ground_truth=_ground_truth(row, rules.ground_truth_column),
         data_source=_text(row, "data_source") or rules.data_source,
         ability=_text(row, "ability"),
@@ -68,40 +75,73 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
     )
 
 
-def _asked(value: Json, rules: RowRules) -> str | tuple[ChatMessage, ...]:
+def _asked(
+    row: Mapping[str, Any], rules: RowRules, take_image: TakeImage
+) -> str | tuple[ChatMessage, ...]:
+    column, images = _images(row, rules)
+    value = row[rules.prompt_column]
     if isinstance(value, str):
         if not value:
             raise BadRowError(f"{rules.prompt_column} is empty")
         if not rules.as_chat:
             if rules.system_prompt:
                 raise BadRowError("a system prompt needs a conversation: set data.as_chat = true")
-            return value
-        turns = [ChatMessage("user", value)]
-    elif isinstance(value, list):
-        turns = [_turn(number, turn) for number, turn in enumerate(value)]
+            if images:
+                raise BadRowError("images need a conversation: set data.as_chat = true")
+            return str(plain(value, rules.prompt_column))
+        turns: list[tuple[str, Any]] = [("user", plain(value, rules.prompt_column))]
+    else:
+        listed = _listed(value)
+        if listed is None:
+            raise BadRowError(
+                f"{rules.prompt_column} must be text or a list of turns, got {kind_of(value)}"
+            )
+        turns = [_turn(number, turn) for number, turn in enumerate(listed)]
         if not turns:
             raise BadRowError(f"{rules.prompt_column} has no turns")
-    else:
-        raise BadRowError(
-            f"{rules.prompt_column} must be text or a list of turns, got {kind_of(value)}"
-        )
-    if rules.system_prompt and turns[0].role != SYSTEM:
-        turns.insert(0, ChatMessage(SYSTEM, rules.system_prompt))
-    return tuple(turns)
+    if rules.system_prompt and turns[0][0] != SYSTEM:
+        turns.insert(0, (SYSTEM, rules.system_prompt))
+    return place_images(turns, images, column, take_image, most=rules.max_images)
 
 
-def _turn(number: int, turn: Json) -> ChatMessage:
-    if not isinstance(turn, dict):
+def _images(row: Mapping[str, Any], rules: RowRules) -> tuple[str, list[Any]]:
+    """Return the column with a row's images, and those."""
+    for column in rules.image_columns:
+        value = row.get(column)
+        listed = _listed(value)
+        if listed is None:
+            listed = [] if value is None or value == "" else [value]
+        if listed:
+            return column, listed
+    return rules.image_columns[0] if rules.image_columns else "no column", []
+
+
+def _listed(value: Any) -> list[Any] | None:  # noqa: ANN401 anything that a file holds
+    """Return the items of a list, also of numpy or arrow; None of another value."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
+        return list(value)
+    convert = getattr(value, "tolist", None)
+    return _listed(convert()) if callable(convert) else None
+
+
+def _turn(number: int, turn: Any) -> tuple[str, Any]:  # noqa: ANN401 anything that a file holds
+    """Return the role and the content of a turn: text, or a list of parts."""
+    if not isinstance(turn, Mapping):
+        turn = plain(turn, f"turn {number}")
+    if not isinstance(turn, Mapping):
         raise BadRowError(f"turn {number} must be an object, got {kind_of(turn)}")
-    for key in _TURN_KEYS:
-        if not isinstance(turn.get(key), str):
-            raise BadRowError(f"{key} of turn {number} must be text, got {kind_of(turn.get(key))}")
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(role, str):
+        raise BadRowError(f"role of turn {number} must be text, got {kind_of(role)}")
+    parts = _listed(content)
+    if not isinstance(content, str) and parts is None:
+        raise BadRowError(f"content of turn {number} must be text, got {kind_of(content)}")
     extra = [key for key, value in turn.items() if key not in _TURN_KEYS and value is not None]
     if extra:
         raise BadRowError(f"turn {number} has {', '.join(extra)}; only role and content are known")
-    if not turn["role"]:
+    if not role:
         raise BadRowError(f"role of turn {number} is empty")
-    return ChatMessage(turn["role"], turn["content"])
+    return str(role), plain(content, "content") if parts is None else parts
 
 
 def _ground_truth(row: Mapping[str, Any], column: str) -> Json:
@@ -129,9 +169,7 @@ def odd_shape(prompt: Prompt) -> str:
     last = ChatMessage("", asked) if isinstance(asked, str) else asked[-1]
     if last.role in _OWN_ROLES:
         return f"end with a turn of the policy's own ({last.role}): the answer may stand in it"
-    return (
-        "are a conversation as text, asked as it is" if _TURNS_AS_TEXT.match(last.text) else ""
-    )
+    return "are a conversation as text, asked as it is" if _TURNS_AS_TEXT.match(last.text) else ""
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -141,38 +179,3 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     if not isinstance(value, str):
         raise BadRowError(f"{column} must be text, got {kind_of(value)}")
     return value
-
-
-_SCALARS: tuple[type[bool | int | float | str], ...] = (bool, int, float, str)
-
-
-def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file holds
-    """Return a value as JSON holds it: scalars and arrays of numpy or arrow become Python's.
-
-    Raises:
-        BadRowError: it cannot be written as JSON, or is an integer that MessagePack does not hold.
-    """
-    if isinstance(value, int) and not _LEAST_INTEGER <= value <= _MOST_INTEGER:
-        raise BadRowError(f"{where} holds an integer of more than 64 bits: write it as text")
-    if value is None or type(value) in _SCALARS:
-        return value
-    for scalar in _SCALARS:  # subclasses, such as numpy's text and double numbers
-        if isinstance(value, scalar):
-            return scalar(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner, where) for key, inner in value.items()}
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray):
-        return [plain(inner, where) for inner in value]
-    for name in ("tolist", "as_py"):  # numpy's arrays and scalars, arrow's scalars
-        convert = getattr(value, name, None)
-        if callable(convert):
-            return plain(convert(), where)
-    raise BadRowError(f"{where} holds {kind_of(value)}, which JSON does not know: write it as text")
-
-
-def kind_of(value: object) -> str:
-    """Return what a value is, for messages."""
-    names = {type(None): "nothing", str: "text", dict: "an object", list: "a list"}
-    return names.get(type(value), type(value).__name__)

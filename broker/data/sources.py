@@ -10,9 +10,13 @@ import msgspec
 from slipstream.broker.config import DataSection
 from slipstream.broker.data.files import RawRow, read_rows, row_name
 from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.data.image_places import no_image
+from slipstream.broker.data.images import RowImages
 from slipstream.broker.data.mixture import PromptSource, checked_weights
-from slipstream.broker.data.rows import TRUTH_COLUMN, BadRowError, RowRules, prompt_from_row
+from slipstream.broker.data.plain import BadRowError
+from slipstream.broker.data.rows import TRUTH_COLUMN, RowRules, prompt_from_row
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.sections import EvalSection, RunSection, SourceTable, local_file
 
@@ -75,15 +79,17 @@ def _local(tables: dict[str, SourceTable], run: RunSection, setting: str) -> dic
     return {key: msgspec.structs.replace(tables[key], file=file) for key, file in files.items()}
 
 
-def load_training_prompts(data: DataSection, *, seed: int) -> PromptSource:
-    """Return the training prompts of a run.
+def load_training_prompts(
+    data: DataSection, *, seed: int, images: ImageFolder | None = None
+) -> PromptSource:
+    """Return the training prompts of a run; their images are kept in a folder, if one is named.
 
     Raises:
         ConfigError: naming the setting.
     """
     sources = training_sources(data)
     weights = checked_weights({s.name: s.table.weight for s in sources}, "data.sources")
-    loaded = [_load_and_log(source, data) for source in sources]
+    loaded = [_load_and_log(source, data, images) for source in sources]
     return PromptSource(
         [source.prompts for source in loaded],
         seed=seed,
@@ -93,7 +99,9 @@ def load_training_prompts(data: DataSection, *, seed: int) -> PromptSource:
     )
 
 
-def load_eval_problems(eval_section: EvalSection, data: DataSection) -> list[Prompt]:
+def load_eval_problems(
+    eval_section: EvalSection, data: DataSection, images: ImageFolder | None = None
+) -> list[Prompt]:
     """Return the held-out problems of a run, in the order of its sets; none is no error.
 
     Raises:
@@ -102,7 +110,7 @@ def load_eval_problems(eval_section: EvalSection, data: DataSection) -> list[Pro
     return [
         prompt
         for source in eval_sources(eval_section)
-        for prompt in _load_and_log(source, data).prompts
+        for prompt in _load_and_log(source, data, images).prompts
     ]
 
 
@@ -124,11 +132,13 @@ def eval_sources(evaluation: EvalSection) -> list[Source]:
     return sources
 
 
-def load_source(source: Source, data: DataSection, *, keep_going: bool) -> LoadedSource:
+def load_source(
+    source: Source, data: DataSection, *, keep_going: bool, images: ImageFolder | None = None
+) -> LoadedSource:
     """Read one source; without ``keep_going`` the first bad row is an error.
 
-    Problems that reasoning-gym generates to be held out are never among those that it generates to
-    train on. Files are not compared.
+    Every image is read, and kept in a folder if one is named. Problems that reasoning-gym generates
+    to be held out are never among those that it generates to train on. Files are not compared.
 
     Raises:
         ConfigError: naming the setting.
@@ -140,7 +150,10 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
         ground_truth_column=TRUTH_COLUMN if table.reasoning_gym else data.ground_truth_column,
         as_chat=data.as_chat if table.as_chat is None else table.as_chat,
         system_prompt=data.system_prompt if table.system_prompt is None else table.system_prompt,
+        image_columns=() if table.reasoning_gym else _image_columns(data),
+        max_images=data.max_images,
     )
+    take = RowImages(Path(table.file).parent, images).take if table.file else no_image
     loaded = LoadedSource()
     columns = loaded.columns
     for number, raw in enumerate(_raw_rows(source, data, rules)):
@@ -150,7 +163,9 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
         try:
             if raw.values is None:
                 raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
-            loaded.prompts.append(prompt_from_row(raw.values, rules, number=raw.number))
+            loaded.prompts.append(
+                prompt_from_row(raw.values, rules, number=raw.number, take_image=take)
+            )
         except BadRowError as error:
             row = row_name(Path(table.file), raw.number) if table.file else f"row {raw.number}"
             loaded.bad_rows.append((row, str(error)))
@@ -175,13 +190,20 @@ def load_source(source: Source, data: DataSection, *, keep_going: bool) -> Loade
     return loaded
 
 
-def _load_and_log(source: Source, data: DataSection) -> LoadedSource:
-    loaded = load_source(source, data, keep_going=data.on_bad_row == "skip")
+def _load_and_log(source: Source, data: DataSection, images: ImageFolder | None) -> LoadedSource:
+    loaded = load_source(source, data, keep_going=data.on_bad_row == "skip", images=images)
     if loaded.bad_rows:
         _log.warning("%s: %d rows skipped", source.setting, len(loaded.bad_rows))
         for row, reason in loaded.bad_rows[:_LOGGED_ROWS]:
             _log.warning("  %s: %s", row, reason)
     return loaded
+
+
+def _image_columns(data: DataSection) -> tuple[str, ...]:
+    """Return the columns that images are looked for in; the usual one has two names."""
+    if data.image_column == "images":
+        return ("images", "image")
+    return (data.image_column,) if data.image_column else ()
 
 
 def _raw_rows(source: Source, data: DataSection, rules: RowRules) -> Iterator[RawRow]:

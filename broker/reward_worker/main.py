@@ -5,9 +5,11 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.config import RewardSection, private_paths
+from slipstream.broker.images import ImageFetcher, LocalImages
 from slipstream.broker.listening.health_port import serving
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.reward_worker.scorer import Scorer
@@ -61,6 +63,7 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
     if run.key_file:
         read_client_key(Path(run.key_file))  # before anything that takes long
     pool = await RewardPool.start(reward, function=settings.function, hide=settings.hidden)
+    shown = TemporaryDirectory(prefix="slipstream-images-")  # files that reward functions read
     try:
         health.waits_for(f"the broker at {run.broker_endpoint}")
         connecting = BrokerClient.connect(
@@ -79,7 +82,11 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
         client, welcome = connected
         try:
             scorer = Scorer(
-                client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
+                client,
+                pool,
+                LocalImages(ImageFetcher(client).fetch, Path(shown.name)),
+                max_credits=reward.credits,
+                heartbeat_s=welcome.heartbeat_s,
             )
             functions = ", ".join(f"{known.name} ({known.version})" for known in pool.functions)
             _log.info("scoring for run %s with %s", welcome.run_name, functions)
@@ -89,6 +96,7 @@ async def serve(settings: WorkerSettings, name: str, health: Health | None = Non
             client.close()
     finally:
         await pool.close()
+        shown.cleanup()
 
 
 async def _work(

@@ -8,11 +8,13 @@ ones get more.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from itertools import chain
 from typing import Protocol
 
 from slipstream.broker.client import BrokerClient
-from slipstream.wire.errors import ProtocolError
+from slipstream.broker.images import LocalImages
+from slipstream.wire.errors import ImageError, ProtocolError
 from slipstream.wire.messages.broker import (
     Done,
     Heartbeat,
@@ -24,7 +26,7 @@ from slipstream.wire.messages.broker import (
     SubmitScores,
 )
 from slipstream.wire.messages.codec import Frame, decode_transcript
-from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.messages.trajectory import MAX_REASON, Score, Transcript
 from slipstream.wire.process.phases import WAIT, PhaseClock
 from slipstream.wire.process.run_until import running, unless
 
@@ -58,11 +60,13 @@ class Scorer:
         self,
         client: BrokerClient,
         rewards: Rewards,
+        images: LocalImages,
         *,
         max_credits: int,
         heartbeat_s: float,
         poll_s: float = _POLL_S,
     ) -> None:
+        self._images = images
         self._client = client
         self._rewards = rewards
         self._max_credits = max_credits
@@ -131,19 +135,33 @@ class Scorer:
             try:
                 work.append((item, decode_transcript(frame)))
             except ProtocolError as error:
-                unreadable = Score(
-                    group_id=item.group_id,
-                    sibling=item.sibling,
-                    lease_id=item.lease_id,
-                    unavailable=f"invalid: {error}"[:500],
-                )
-                self._scored.put_nowait((unreadable, []))
+                self._scored.put_nowait((_unavailable(item, f"invalid: {error}"), []))
         if work:
             task = group.create_task(self._score(work))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
 
     async def _score(self, work: Work) -> None:
+        async with AsyncExitStack() as stack:
+            await self._score_shown(
+                [
+                    (item, shown)
+                    for item, transcript in work
+                    if (shown := await self._shown(item, transcript, stack)) is not None
+                ]
+            )
+
+    async def _shown(
+        self, item: ScoringItem, transcript: Transcript, stack: AsyncExitStack
+    ) -> Transcript | None:
+        """Return a transcript with files of its images; None: the score is that one is missing."""
+        try:
+            return await self._images.shown(transcript, stack)
+        except ImageError as error:
+            self._scored.put_nowait((_unavailable(item, f"an image: {error}"), []))
+            return None
+
+    async def _score_shown(self, work: Work) -> None:
         async for score in self._rewards.score(work):
             given_back: list[int] = []
             if score.reward is None:  # its group may be lost: the broker tries this answer first
@@ -182,3 +200,12 @@ class Scorer:
                     Heartbeat(lease_ids=tuple(self._held)), HeartbeatAnswer
                 )
                 self.counters["leases_lost"] += len(answer.lost)
+
+
+def _unavailable(item: ScoringItem, reason: str) -> Score:
+    return Score(
+        group_id=item.group_id,
+        sibling=item.sibling,
+        lease_id=item.lease_id,
+        unavailable=reason[:MAX_REASON],
+    )

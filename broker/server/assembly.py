@@ -10,6 +10,7 @@ from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.server.clients import Clients
 from slipstream.broker.server.generation import GenerationHandler
+from slipstream.broker.server.images import ImageHandler
 from slipstream.broker.server.keyring import KeyRing
 from slipstream.broker.server.learner import LearnerHandler
 from slipstream.broker.server.limits import ServerRules
@@ -24,6 +25,7 @@ from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.journal import LedgerWriter
 from slipstream.broker.store.payload_cache import FrameCache
+from slipstream.wire.files.image_folder import ImageFolder
 
 
 def make_server(
@@ -33,6 +35,7 @@ def make_server(
     committer: GroupCommitter,
     report: RunReport,
     rules: ServerRules,
+    images: ImageFolder,
     *,
     keys: KeyRing | None = None,
     trail: Trail | None = None,
@@ -65,6 +68,7 @@ def make_server(
         generation=GenerationHandler(ledger, leases, frames, sessions, scores, now),
         scoring=scores,
         learner=learner,
+        images=ImageHandler(images),
         operators=OperatorHandler(ledger, clients, report),
     )
     return BrokerServer(ledger, leases, handlers, outbox, pending, routers, rules, now)

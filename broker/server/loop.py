@@ -20,6 +20,7 @@ from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.server.clients import ClientRequest, Clients
 from slipstream.broker.server.generation import GenerationHandler, GenerationRequest
+from slipstream.broker.server.images import ImageHandler, ImageRequest
 from slipstream.broker.server.keyring import BrokerKey
 from slipstream.broker.server.learner import LearnerHandler, LearnerRequest
 from slipstream.broker.server.limits import (
@@ -53,6 +54,7 @@ from slipstream.wire.messages.broker import (
     Request,
     RequestBatch,
     StatusAnswer,
+    StoreImage,
     SubmitScores,
     SubmitTrajectory,
 )
@@ -88,6 +90,7 @@ class Handlers:
     generation: GenerationHandler
     scoring: ScoringHandler
     learner: LearnerHandler
+    images: ImageHandler
     operators: OperatorHandler
 
 
@@ -271,6 +274,9 @@ class BrokerServer:
                 return outcome
             self._spawn(session, request_id, outcome)
             return None
+        if isinstance(request, ImageRequest):
+            self._spawn(session, request_id, self._handlers.images.handle(request, frames))
+            return None
         if isinstance(request, ClientRequest):
             if isinstance(request, Goodbye) and self._sessions.is_current(session):
                 self.pending.dismiss((_GROUPS, session.name))
@@ -300,7 +306,7 @@ class BrokerServer:
         ):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.received_from(session.name)
-        if not isinstance(request, SubmitTrajectory):
+        if not isinstance(request, SubmitTrajectory | StoreImage):
             expect_frames(frames, 0, kind)
         return session
 

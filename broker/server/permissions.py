@@ -25,6 +25,8 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     broker.SubmitTrajectory: _GENERATOR,
     broker.ReleaseLease: _SCORERS,
     broker.RejectPrompt: _GENERATOR,
+    broker.StoreImage: _GENERATOR,
+    broker.FetchImage: _WORKERS | _PART,
     broker.Heartbeat: _SCORERS,
     broker.LeaseScoring: _SCORERS,
     broker.SubmitScores: _SCORERS,

@@ -17,7 +17,8 @@ from rich.text import Text
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.broker.data.files import RawRow, read_rows
 from slipstream.broker.data.gym import gym_rows
-from slipstream.broker.data.rows import TRUTH_COLUMN, BadRowError, RowRules, prompt_from_row
+from slipstream.broker.data.plain import BadRowError
+from slipstream.broker.data.rows import TRUTH_COLUMN, RowRules, prompt_from_row
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.terminal.console import make_console

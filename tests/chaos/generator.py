@@ -15,6 +15,7 @@ from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import load_table
+from tests.support.drawn_images import NO_IMAGES
 from tests.support.published import published
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -46,6 +47,7 @@ async def serve(settings: GeneratorSettings, name: str, rate: float) -> None:
     )
     worker = GeneratorWorker(
         client=client,
+        images=NO_IMAGES,
         sampler=make_sampler(settings, engine, codec),
         lanes=lanes_of(settings),
         siblings_together=False,

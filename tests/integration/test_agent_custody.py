@@ -45,6 +45,7 @@ from slipstream.wire.process.run_until import running as while_running
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
 from tests.integration.environments.straying import HELD
 from tests.support.custody import Chosen, Reply, Sampled, Tokens, replies_after, take
+from tests.support.drawn_images import NO_IMAGES
 from tests.support.held_deliveries import held_deliveries
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
@@ -242,6 +243,7 @@ async def custody(
         turn_sampler._server.url = url
         worker = GeneratorWorker(
             client=await broker.client("generator", "generator-0"),
+            images=NO_IMAGES,
             sampler=sampler,
             lanes=Lanes(Range(lowest=SIBLINGS, highest=LANES, step=SIBLINGS)),
             siblings_together=False,

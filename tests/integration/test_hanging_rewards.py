@@ -18,6 +18,7 @@ from slipstream.wire.messages.broker import (
     TakeOver,
     TookOver,
 )
+from tests.support.drawn_images import NO_IMAGES
 from tests.support.ledger_driver import header, make_ledger, make_rules
 from tests.support.running_broker import V0, running
 from tests.support.waiting import until_async
@@ -65,7 +66,7 @@ async def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_atte
                 frames = [b"payload", b"r" * sibling]
                 await generator.ask(SubmitTrajectory(header=sent), Done, frames=frames)
         pool = await RewardPool.start(settings)
-        scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
+        scorer = Scorer(worker, pool, NO_IMAGES, max_credits=64, heartbeat_s=1.0)
         scoring = asyncio.create_task(scorer.run())
         try:
             await until_async(

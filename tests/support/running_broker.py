@@ -21,6 +21,7 @@ from slipstream.broker.server.keyring import KeyRing
 from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import (
     Answer,
     Done,
@@ -114,12 +115,22 @@ def make_test_server(
     rules: ServerRules,
     *,
     records: RunRecords | None = None,
+    images: ImageFolder | None = None,
     **options: Any,  # noqa: ANN401
 ) -> BrokerServer:
     """Return a server of a run named run, without files."""
     telemetry = Telemetry(RunSection(name="run"))
     report = RunReport(ledger.book, scoring, telemetry, records or RunRecords(), run_name="run")
-    return make_server(ledger, scoring, store, committer, report, rules, **options)
+    return make_server(
+        ledger,
+        scoring,
+        store,
+        committer,
+        report,
+        rules,
+        images or ImageFolder(Path("nowhere")),
+        **options,
+    )
 
 
 @asynccontextmanager
@@ -132,6 +143,7 @@ async def running(
     records: RunRecords | None = None,
     on_epoch: Callable[[int], None] = lambda _: None,
     keys: KeyRing | None = None,
+    images: ImageFolder | None = None,
 ) -> AsyncIterator[Running]:
     owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
     store = store or MemoryStore()
@@ -145,6 +157,7 @@ async def running(
         records=records,
         on_epoch=on_epoch,
         keys=keys,
+        images=images,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{folder}/broker.sock"

@@ -11,6 +11,7 @@ import msgspec
 from slipstream.wire.messages import broker, codec, followers, part_relays, relay, weightbus
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.dead_letters import DeadLetter, Failure
+from slipstream.wire.messages.images import Image, ImageSpan
 from slipstream.wire.messages.ledger_view import HolderView, ItemView, LedgerView
 from slipstream.wire.messages.manifest import Bucket, TensorSpec, WeightManifest
 from slipstream.wire.messages.probe import ProbeLogprobs
@@ -25,6 +26,7 @@ from slipstream.wire.messages.status import (
 )
 from slipstream.wire.messages.trajectory import (
     ChatMessage,
+    ContentPart,
     Decisions,
     Prompt,
     Score,
@@ -43,6 +45,11 @@ PROMPT = Prompt(
     ground_truth={"target": 2, "numbers": [1, 1]},
     extra_info={"level": 1, "note": None},
     row=3,
+)
+IMAGE = Image("5e" * 32, 640, 480, 77_001)
+SEEN = msgspec.structs.replace(
+    PROMPT,
+    prompt=(ChatMessage("user", (ContentPart(image=IMAGE), ContentPart(text="What is it?"))),),
 )
 HEADER = TrajectoryHeader(
     group_id=1,
@@ -251,6 +258,8 @@ REQUESTS: list[broker.Request] = [
     broker.SealSteps(version=VERSION, step=5, oldest_kept=3),
     broker.GetLedger(num_items=3),
     broker.FetchPayloads(keys=((1, 0), (1, 1))),
+    broker.FetchImage(digest=IMAGE.digest),
+    broker.StoreImage(digest=IMAGE.digest),
     broker.StepCommit(version=VERSION, metrics={"policy/loss": -0.5}),
     broker.GetLedgerSnapshot(version=VERSION),
     broker.PublishReport(record=RECORD),
@@ -313,6 +322,7 @@ ANSWERS: list[broker.Answer] = [
     broker.StepCommitted(evaluations=(EVALUATION,), last_step=9),
     broker.LedgerSnapshotAnswer(data=b"ledger"),
     broker.Payloads(num_frames=2),
+    broker.ImageBytes(),
 ]
 COMMANDS: list[weightbus.Command] = [
     weightbus.JoinAcknowledged(relay="r1"),
@@ -481,6 +491,14 @@ DECIDED = msgspec.structs.replace(
 )
 TRANSCRIPT = Transcript(prompt=PROMPT, response=" 2 ", num_response_tokens=2, finish_reason="stop")
 
+ILLUSTRATED = msgspec.structs.replace(
+    PAYLOAD,
+    token_ids=array(bytes(range(28)), "int32", 7),
+    loss_mask=array(b"\0\0\0\0\0\1\1", "bool", 7),
+    behavior_logprobs=array(bytes(range(28)), "float32", 7),
+    images=(ImageSpan(IMAGE.digest, 1, 4, 4, 4),),
+)
+OF_IMAGES = msgspec.structs.replace(TRANSCRIPT, prompt=SEEN)
 OF_TURNS = msgspec.structs.replace(TRANSCRIPT, replies=(" 2 ", "\u00e9"))
 
 
@@ -507,8 +525,8 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "head_command": named(HEAD_COMMANDS),
     "to_leader": named(TO_LEADER),
     "to_follower": named(TO_FOLLOWER),
-    "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED},
-    "transcript": {"transcript": TRANSCRIPT, "of_turns": OF_TURNS},
+    "payload": {"trajectorypayload": PAYLOAD, "decided": DECIDED, "illustrated": ILLUSTRATED},
+    "transcript": {"transcript": TRANSCRIPT, "of_turns": OF_TURNS, "of_images": OF_IMAGES},
 }
 DECODERS = {
     "request": codec.decode_request,

@@ -10,6 +10,7 @@ BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
+IMAGES = Path("images")  # images of prompts and observations, a file each
 SETTINGS = Path("resolved.toml")  # all of them, as at the run's start
 RUN_LOCK = Path("run.lock")  # held by the supervisor of the run
 SUMMARY = Path("summary.json")

@@ -22,13 +22,14 @@ from slipstream.wire.messages.bounds import (
     Text,
 )
 from slipstream.wire.messages.dead_letters import DeadLetter
+from slipstream.wire.messages.images import Digest
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus
 from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayAddress
 
-WIRE_REVISION = 11
+WIRE_REVISION = 12
 
 # learner_part: of a learner's ranks but the first, which fetch payloads and decide nothing
 Role = Literal[
@@ -188,6 +189,22 @@ class RejectPrompt(Message, frozen=True):
     lease_id: Number
     reason: Literal["overlong_prompt", "bad_prompt"]
     detail: Text
+
+
+class StoreImage(Message, frozen=True):
+    """An image of an observation; frame: its bytes. Answered by Done once it is on disk."""
+
+    digest: Digest
+
+
+class FetchImage(Message, frozen=True):
+    """Ask for an image of the run; answered by ImageBytes, or refused with the reason."""
+
+    digest: Digest
+
+
+class ImageBytes(Message, frozen=True):
+    """Frame: the bytes of the image."""
 
 
 class Goodbye(Message, frozen=True):
@@ -442,6 +459,8 @@ Request: TypeAlias = (
     | SubmitTrajectory
     | ReleaseLease
     | RejectPrompt
+    | StoreImage
+    | FetchImage
     | Goodbye
     | LeaseScoring
     | SubmitScores
@@ -478,6 +497,7 @@ Answer: TypeAlias = (
     | StepCommitted
     | LedgerSnapshotAnswer
     | Payloads
+    | ImageBytes
     | RelayHeard
     | RelayPlace
 )

@@ -9,6 +9,7 @@ from slipstream.wire.messages.bounds import Count
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 """SHA-256 of a file's bytes, in hexadecimal."""
+MOST_IMAGE_BYTES = 16 << 20
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -51,7 +51,8 @@ class ImageLaw(msgspec.Struct, frozen=True, kw_only=True):
                 f"an image of {width} x {height}: one edge is over {_LARGEST_RATIO} times the other"
             )
         unit = self.patch_size * self.merge_size
-        most, least = most_pixels or self.most_pixels, self.least_pixels
+        most = most_pixels or self.most_pixels
+        least = min(self.least_pixels, most)
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > most:
             shrunk = math.sqrt(width * height / most)

@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.images import Image, digest_of
+from slipstream.wire.messages.images import MOST_IMAGE_BYTES, Image, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 
 if TYPE_CHECKING:
     from PIL.Image import Image as OpenImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_BYTES = 16 << 20
 MOST_PIXELS = 1 << 26  # 8192 x 8192
 _BRIGHTEST = 255.0
 
@@ -29,8 +28,8 @@ def checked_image(content: bytes) -> Image:
     Raises:
         BadImageError: it is too large, of another format, or damaged.
     """
-    if len(content) > MOST_BYTES:
-        raise BadImageError(f"{len(content):,} bytes, at most {MOST_BYTES:,} can be used")
+    if len(content) > MOST_IMAGE_BYTES:
+        raise BadImageError(f"{len(content):,} bytes, at most {MOST_IMAGE_BYTES:,} can be used")
     pixels = _opened(content)
     width, height = pixels.size
     return Image(digest_of(content), width, height, len(content))
@@ -62,7 +61,7 @@ def _opened(content: bytes) -> "OpenImage":
     """Return an image in RGB, turned as its file says, its first frame if it has several."""
     try:
         from PIL import Image as Pillow
-        from PIL import ImageOps
+        from PIL import ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ConfigError("images need pillow: pip install 'slipstream[data]'") from error
     try:
@@ -71,6 +70,9 @@ def _opened(content: bytes) -> "OpenImage":
             is_small = width * height <= MOST_PIXELS
             if is_small:
                 return ImageOps.exif_transpose(opened).convert("RGB")
+    except UnidentifiedImageError:
+        kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise BadImageError(f"not an image that can be read: no {kinds}") from None
     except Exception as error:  # Pillow raises many kinds for damaged files
         raise BadImageError(f"not an image that can be read: {error}") from error
     raise BadImageError(f"{width} x {height} pixels, at most {MOST_PIXELS:,} can be used")

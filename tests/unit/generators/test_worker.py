@@ -22,6 +22,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
 from tests.support.canned_engine import CannedEngine, completion
+from tests.support.drawn_images import NO_IMAGES
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
 from tests.support.waiting import HANG_S, until_async
@@ -71,6 +72,7 @@ def worker_of(
     sampler = Sampler(engine, TextCodec(folder / "model", sampling), {"train": PARAMS}, 9)
     worker = GeneratorWorker(
         client=client,  # type: ignore[arg-type]
+        images=NO_IMAGES,
         sampler=sampler,
         lanes=Lanes(Range(lowest=2, highest=8, step=2)),
         siblings_together=True,

@@ -35,6 +35,7 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
+from tests.support.drawn_images import NO_IMAGES
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
 from tests.support.scripted_engine import ScriptedEngine
@@ -257,6 +258,7 @@ async def working(
         broker.clients.append(client)
         worker = GeneratorWorker(
             client=client,
+            images=NO_IMAGES,
             sampler=Sampler(engine, codec, {"train": params}, RUN_SEED),
             lanes=lanes or fixed,
             siblings_together=siblings_together,

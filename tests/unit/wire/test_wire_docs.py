@@ -59,10 +59,11 @@ def test_each_answer_is_what_the_requests_own_text_names():
             assert any(answer in text for answer in words(answers)), kind
 
 
-def test_trajectories_alone_come_with_attached_frames():
+def test_trajectories_and_images_alone_come_with_attached_frames():
     attached = {row[0]: row[3] for row in table("Requests") if row[3] and "answer" not in row[3]}
     assert attached == {
-        "SubmitTrajectory": "payload, response; texts of its turns, if its header names any"
+        "SubmitTrajectory": "payload, response; texts of its turns, if its header names any",
+        "StoreImage": "the image's bytes",
     }
     assert "payload, response" in (SubmitTrajectory.__doc__ or "")
 

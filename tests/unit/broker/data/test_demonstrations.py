@@ -9,7 +9,8 @@ from slipstream.broker.data.demonstrations import (
     demonstration_columns,
     demonstration_from_row,
 )
-from slipstream.broker.data.rows import BadRowError, RowRules
+from slipstream.broker.data.plain import BadRowError
+from slipstream.broker.data.rows import RowRules
 
 PLAIN = RowRules(data_source="")
 CHAT = RowRules(data_source="", as_chat=True, system_prompt="be brief")
@@ -109,3 +110,10 @@ def test_nulls_of_a_columnar_file_are_refused_where_they_would_be_read():
         assert found(bad).messages
         with pytest.raises(BadRowError, match="write them as JSON in text"):
             found(bad, is_columnar=True)
+
+
+def test_a_demonstration_has_no_images():
+    parts = [{"type": "text", "text": "Look."}, {"type": "image", "path": "a.png"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A"}]}
+    with pytest.raises(BadRowError, match="turn 0 of messages has an image"):
+        demonstration_from_row(row, RowRules(data_source="x"), is_columnar=False)

@@ -4,7 +4,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from slipstream.broker.data.rows import BadRowError, RowRules, odd_shape, plain, prompt_from_row
+from slipstream.broker.data.plain import BadRowError, plain
+from slipstream.broker.data.rows import RowRules, odd_shape, prompt_from_row
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 
 RULES = RowRules(data_source="mine")
@@ -148,7 +149,7 @@ def test_what_is_no_prompt_is_refused_with_the_reason():
         ({"prompt": [{"role": "user"}]}, "content of turn 0 must be text, got nothing"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "content of turn 0 must be text, got a list",
+            "1 places for images, and 0 images in no column",
         ),
         (
             {"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}]},

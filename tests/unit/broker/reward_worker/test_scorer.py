@@ -3,9 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
+from slipstream.broker.images import LocalImages
 from slipstream.broker.reward_worker.scorer import Scorer
+from slipstream.wire.errors import ImageError
 from slipstream.wire.messages.broker import (
     Done,
     Heartbeat,
@@ -16,7 +21,10 @@ from slipstream.wire.messages.broker import (
     SubmitScores,
 )
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
+from slipstream.wire.messages.images import digest_of
+from slipstream.wire.messages.trajectory import ChatMessage, ContentPart, Prompt, Score, Transcript
+from slipstream.wire.models.pixels import checked_image
+from tests.support.drawn_images import NO_IMAGES, drawn
 from tests.support.waiting import HANG_S, until_async
 
 
@@ -85,8 +93,9 @@ class Lengths:
 
 
 def scorer(broker: Work, rewards: Lengths, **options: Any) -> Scorer:  # noqa: ANN401
+    images = options.pop("images", NO_IMAGES)
     limits = {"max_credits": 4, "heartbeat_s": 10.0, "poll_s": 0.1} | options
-    return Scorer(broker, rewards, **limits)  # type: ignore[arg-type]  # a broker by hand
+    return Scorer(broker, rewards, images, **limits)  # type: ignore[arg-type]  # a broker by hand
 
 
 def test_everything_is_scored_once_and_no_more_is_held_than_the_credits_allow():
@@ -189,3 +198,47 @@ async def test_an_answer_without_work_is_progress_and_beside_a_function_that_han
     await until_async(lambda: worker.signs() != seen, "no progress with the score")
     worker.stop()
     await job
+
+
+class Sums(Lengths):
+    """The reward is the size of the images, whose files are there."""
+
+    @override
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        for item, text in work:
+            files = [Path(file) for file in text.prompt.extra_info["images"]]
+            yield Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=float(sum(file.stat().st_size for file in files)),
+            )
+
+
+def test_reward_functions_get_files_of_the_images_and_a_missing_one_is_the_reason(tmp_path: Path):
+    red, blue, gone = drawn(seed=1), drawn(seed=2), drawn(seed=3)
+    kept = {digest_of(content): content for content in (red, blue)}
+
+    async def fetch(digest: str) -> bytes:
+        await asyncio.sleep(0)
+        if digest not in kept:
+            raise ImageError("changed on disk")
+        return kept[digest]
+
+    def asked(*contents: bytes) -> bytes:
+        parts = tuple(ContentPart(image=checked_image(content)) for content in contents)
+        prompt = Prompt(prompt=(ChatMessage("user", parts),), extra_info={"index": 3})
+        return encode(
+            Transcript(prompt=prompt, response="x", num_response_tokens=1, finish_reason="stop")
+        )
+
+    broker = Work(asked(red, blue, red), asked(gone), asked(blue))
+    images = LocalImages(fetch, tmp_path, most_bytes=len(blue))
+    asyncio.run(scorer(broker, Sums(), images=images).run())
+    rewards = {score.lease_id: (score.reward, score.unavailable) for score in broker.scores}
+    assert rewards == {
+        0: (2 * len(red) + len(blue), ""),
+        1: (None, "an image: changed on disk"),
+        2: (len(blue), ""),
+    }
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= len(blue), "past the limit"

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[4]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 SEVERAL = {
     "pyzmq": "zmq",
+    "pillow": "PIL",
     "protobuf": "google",
     "flash-attn-4": "flash_attn",
 }  # distributions whose module has another name
