@@ -3,14 +3,13 @@
 import io
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.images import MOST_IMAGE_BYTES, Image, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image as OpenImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -35,7 +34,7 @@ def checked_image(content: bytes) -> Image:
     return Image(digest_of(content), width, height, len(content))
 
 
-def patches(content: bytes, rows: int, columns: int, law: ImageLaw) -> NDArray[np.float32]:
+def patches(content: bytes, rows: int, columns: int, law: ImageLaw) -> "NDArray[np.float32]":
     """Return the patches of an image: [rows * columns, law.channels], by squares that are merged.
 
     It is resized as Pillow does, bicubic, to so many patches, and each color becomes (value -
@@ -44,6 +43,7 @@ def patches(content: bytes, rows: int, columns: int, law: ImageLaw) -> NDArray[n
     Raises:
         BadImageError: it cannot be read.
     """
+    import numpy as np  # only where pixels are computed
     from PIL import Image as Pillow
 
     size, merge, frames = law.patch_size, law.merge_size, law.temporal_patch_size
