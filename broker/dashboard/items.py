@@ -26,6 +26,7 @@ _SHOWN_CHARS = 120
 _SEARCHED_CHARS = 2_000  # characters of a prompt
 _MAX_SEARCHED = 16_000_000  # characters of all prompts
 MAX_PROMPT = 100_000  # characters of one that is shown
+MAX_IMAGES = 64  # images of a trajectory that are shown
 
 
 class _Indexed(msgspec.Struct, frozen=True):
@@ -114,6 +115,7 @@ class RecordedItems:
             num_cut=max(0, len(stretches) - MAX_STRETCHES),
             life=life,
             outcome=outcome,
+            images=list(dict.fromkeys(image.digest for image in row.images))[:MAX_IMAGES],
             siblings=[
                 Sibling(entry.item.sibling, entry.item.reward)
                 for entry in sorted(siblings, key=lambda entry: entry.item.sibling)

@@ -28,6 +28,11 @@ from slipstream.broker.dashboard.site import (
 )
 from slipstream.broker.history.compare.runs import sampling_of
 from slipstream.broker.history.compare.settings_diff import read_settings
+from slipstream.wire.errors import ImageError
+from slipstream.wire.files.image_folder import ImageFolder
+from slipstream.wire.files.run_folder import IMAGES
+from slipstream.wire.messages.images import is_digest
+from slipstream.wire.models.pixels import BadImageError, thumbnail_file
 
 _PATIENCE_S = 10.0  # limit for a browser that does not read
 _CHUNK = 64 * 1024
@@ -35,6 +40,7 @@ _READ_S = 5.0  # limit for reading the run folder
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
 _MAX_QUERY = 200
 MAX_VIEWERS = 32
+THUMBNAIL = 320  # most pixels of a side
 
 
 class Dashboard(PageServer):
@@ -69,6 +75,7 @@ class Dashboard(PageServer):
             "/why.json": self._why,
             "/items": self._find,
             "/trajectory": self._trajectory,
+            "/image": self._image,
             "/dead_letters": self._letters,
             "/logs.json": self._logs,
             "/about.json": self._about,
@@ -148,6 +155,18 @@ class Dashboard(PageServer):
             prompt = found.prompt or letter.prompt
             found = msgspec.structs.replace(found, prompt=prompt, failures=letter.failures)
         return json_answer(found)
+
+    async def _image(self, request: web.Request) -> web.StreamResponse:
+        """Answer with a small copy of an image of the run folder."""
+        digest = request.query.get("digest", "")
+        if not is_digest(digest):
+            raise web.HTTPBadRequest(text="digest must be 64 hexadecimal digits\n")
+        images = ImageFolder(self._items.folder / IMAGES)
+        try:
+            small = await self._reader.read(lambda: thumbnail_file(images.read(digest), THUMBNAIL))
+        except (ImageError, BadImageError) as error:
+            raise web.HTTPNotFound(text=f"{error}\n") from error
+        return web.Response(body=small, content_type="image/png")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         after = float(number(request, "after")) if "after" in request.query else None

@@ -4,6 +4,7 @@ import msgspec
 
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.files.trained_parts import Excerpt
+from slipstream.wire.messages.images import Digest
 
 
 class VersionTokens(msgspec.Struct, frozen=True):
@@ -19,6 +20,12 @@ class TurnTokens(msgspec.Struct, frozen=True):
 
     first_token: int
     num_tokens: int
+
+
+class ShownImage(msgspec.Struct, frozen=True):
+    """An image of a recorded trajectory, as far as it is shown."""
+
+    digest: Digest
 
 
 class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +48,7 @@ class TrainedRow(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnTokens] = []  # none: a row of before there were any
     turn_rewards: list[float] = []
     branches: list[int] = []  # first tokens of the second and further ones
+    images: list[ShownImage] = []
 
     @property
     def chosen(self) -> list[tuple[int, int]]:
@@ -134,5 +142,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     num_cut: int = 0  # stretches at the end that were left out
     life: list[Moment] = []
     siblings: list[Sibling] = []
+    images: list[str] = []  # digests of its images, each once, in order
     outcome: str = ""  # fate of its group in the ledger
     failures: list[str] = []  # failures of a dead letter: holder and reason

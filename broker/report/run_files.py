@@ -49,7 +49,7 @@ from slipstream.wire.messages.broker import DeadLetters
 from slipstream.wire.messages.codec import decode_transcript
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
-from slipstream.wire.messages.trajectory import TrajectoryHeader
+from slipstream.wire.messages.trajectory import Prompt, TrajectoryHeader
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
@@ -275,6 +275,7 @@ def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, o
         "sample": sibling,
         "data_source": group.prompt.data_source,
         "prompt": group.prompt.text,
+        **_images(group.prompt),
         "answer": answer,
         "ground_truth": group.prompt.ground_truth,
         "reward": score.reward,
@@ -285,6 +286,13 @@ def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, o
         "versions": [version.label for version, _ in header.tokens_by_version()],
         **(_turns(header, replies) if header.turns else {}),
     }
+
+
+def _images(prompt: Prompt) -> dict[str, object]:
+    """Return what there is of images, by digest as files of the run folder."""
+    if not prompt.images:
+        return {}
+    return {"images": [{"digest": image.digest} for image in prompt.images]}
 
 
 def _turns(header: TrajectoryHeader, replies: tuple[str, ...]) -> dict[str, object]:

@@ -6,17 +6,22 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+from rich.color import Color
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.style import Style
 from rich.text import Text
 
 from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
-from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.run_folder import TRAINED, answers_files
+from slipstream.wire.errors import ConfigError, ImageError
+from slipstream.wire.files.image_folder import ImageFolder
+from slipstream.wire.files.run_folder import IMAGES, TRAINED, answers_files
 from slipstream.wire.files.trained_parts import (
     TrajectoryPart,
     called_tools,
@@ -24,10 +29,13 @@ from slipstream.wire.files.trained_parts import (
     parts_of,
     versions_of,
 )
+from slipstream.wire.messages.images import is_digest
+from slipstream.wire.models.pixels import BadImageError, thumbnail
 from slipstream.wire.process.safe_text import visible
 
 Row = dict[str, Any]
 _MOST_PROMPT = 20_000  # characters
+_MOST_PIXELS = 48  # pixels of a side of an image
 _MOST_CONTEXT = 2_000  # characters of one piece of context
 _REPLY = re.compile(r"^assistant: ", re.MULTILINE)  # start of a reply in the full text
 _OTHER = re.compile(r"^(?:user|tool|system|developer|function): ", re.MULTILINE)
@@ -93,6 +101,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     for row in wanted:
         console.print(panel(row))
+        for shown in _images(row, run / IMAGES, in_color=console.color_system is not None):
+            console.print(shown, soft_wrap=True)
     console.print(f"{len(wanted)} of {path}", style="dim", soft_wrap=True)
     return 0
 
@@ -156,6 +166,39 @@ def _chosen_within(turns: list[tuple[int, int]], start: int, end: int) -> int:
     if not turns:
         return end - start
     return sum(max(0, min(first + n, end) - max(first, start)) for first, n in turns)
+
+
+def _images(row: Row, folder: Path, *, in_color: bool) -> Iterator[Text]:
+    """Yield each image of an answer: its file, and with colors a small copy of it."""
+    images = ImageFolder(folder)
+    for digest in dict.fromkeys(image["digest"] for image in row.get("images", ())):
+        if not is_digest(digest):
+            continue
+        shown = Text().append(f"image {images.file_of(digest)}\n", style="dim")
+        try:
+            content = images.read(digest)
+            colors = thumbnail(content, _MOST_PIXELS) if in_color else None
+        except (ImageError, BadImageError) as error:
+            yield Text(f"image {digest[:8]}: {visible(str(error))}\n", style="dim")
+            continue
+        if colors is not None:
+            shown.append(_in_blocks(colors.tolist()))
+        yield shown
+
+
+def _in_blocks(rows: list[list[list[int]]]) -> Text:
+    """Return an image of [rows, columns, 3] colors; each character is two pixels."""
+    blank = [[0, 0, 0]] * len(rows[0])
+    text = Text()
+    for upper, lower in zip_longest(rows[::2], rows[1::2], fillvalue=blank):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=_color(above), bgcolor=_color(below)))
+        text.append("\n")
+    return text
+
+
+def _color(rgb: list[int]) -> Color:
+    return Color.from_rgb(*rgb)
 
 
 # ---- several turns -----------------------------------------------------------

@@ -172,6 +172,7 @@ class Run:
     unheard: frozenset[str] = frozenset()  # processes without a busy share in new samples
     now_s: float = field(default_factory=time.time)
     silent_s: dict[str, float] = field(default_factory=dict)  # by process
+    images: tuple[str, ...] = ()  # digests of every trajectory's images
 
     @property
     def elapsed_s(self) -> float:
@@ -543,6 +544,7 @@ class Run:
             life=own.life,
             siblings=[Sibling(one.sibling, one.reward) for one in kin],
             outcome=own.life[-1].what,
+            images=list(self.images),
         )
 
     def _unrecorded(self, group: int, sibling: int) -> Trajectory:

@@ -2,15 +2,18 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from slipstream.broker.history.trajectories import Item
+from slipstream.wire.files.image_folder import ImageFolder
 from tests.browser import samples
 from tests.browser.chromium import NEEDS_CHROMIUM, WebDriver
 from tests.browser.driving import Keys, ask, press, tab_to, text, texts, until
 from tests.browser.pages import SampleServer, served
 from tests.browser.steps import _all_drawn, show, show_answer
+from tests.support.drawn_images import drawn
 
 pytestmark = [pytest.mark.integration, NEEDS_CHROMIUM]
 
@@ -23,6 +26,20 @@ def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: Sampl
     assert samples.HOSTILE in texts(browser, "#items .prompt")
     assert ask(browser, "window.hurt === undefined")
     assert ask(browser, "document.querySelectorAll('main script, main img').length") == 0
+
+
+def test_images_of_a_prompt_come_from_the_run_folder_and_a_missing_one_is_named(
+    browser: WebDriver, tmp_path: Path
+):
+    kept = ImageFolder(tmp_path / "images").keep(drawn(640, 320))
+    gone = "0" * 64
+    with served(samples.Run(steps=60, rows=200, images=(kept, gone)), tmp_path) as server:
+        show_answer(browser, server, samples.GROUPS[0], 1)
+        until(lambda: ask(browser, "document.querySelector('#images img').naturalWidth") == 320)
+        until(lambda: texts(browser, "#images .empty") == ["image 00000000 cannot be shown"])
+        assert ask(browser, "document.querySelector('#images img').alt") == f"image {kept[:8]}"
+        hosts = "performance.getEntriesByType('resource').map((one) => new URL(one.name).host)"
+        assert ask(browser, f"[...new Set({hosts})].length") == 1, "another host was asked"
 
 
 def test_several_turns_are_drawn_with_what_came_between_and_branches_fold_what_is_known(

@@ -1,5 +1,6 @@
 """Images of a run, a file each, named by the digest of its bytes."""
 
+from functools import cached_property
 from pathlib import Path
 
 from slipstream.wire.errors import ImageError
@@ -14,12 +15,6 @@ class ImageFolder:
         """Use a folder, which need not be there yet, for up to ``most_bytes`` of images."""
         self._path = path
         self._most_bytes = most_bytes
-        self._sizes = {
-            file.name: file.stat().st_size
-            for file in path.glob("??/*")
-            if not is_unfinished(file.name)
-        }
-        self._num_bytes = sum(self._sizes.values())
 
     def file_of(self, digest: str) -> Path:
         """Return the file of an image, which need not be there."""
@@ -34,9 +29,10 @@ class ImageFolder:
         digest = digest_of(content)
         if self._sizes.get(digest) == len(content):  # a file of another size was not finished
             return digest
-        if self._num_bytes + len(content) > self._most_bytes:
+        num_bytes = sum(self._sizes.values())
+        if num_bytes + len(content) > self._most_bytes:
             raise ImageError(
-                f"images of the run take {self._num_bytes:,} bytes, and may take "
+                f"images of the run take {num_bytes:,} bytes, and may take "
                 f"{self._most_bytes:,} (broker.image_budget_bytes)"
             )
         file = self.file_of(digest)
@@ -45,9 +41,14 @@ class ImageFolder:
             replace_file(file, content, durable=durable)
         except OSError as error:
             raise ImageError(f"cannot write {file}: {error.strerror or error}") from error
-        self._num_bytes += len(content) - self._sizes.get(digest, 0)
         self._sizes[digest] = len(content)
         return digest
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of each image that is there, by digest."""
+        files = (file for file in self._path.glob("??/*") if not is_unfinished(file.name))
+        return {file.name: file.stat().st_size for file in files}
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of an image.

@@ -1,6 +1,7 @@
 """Images of prompts. Their bytes are stored once per run; messages have their digests."""
 
 import hashlib
+import re
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -39,6 +40,11 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def end(self) -> int:
         """Index after its last token."""
         return self.first_token + self.num_tokens
+
+
+def is_digest(text: str) -> bool:
+    """Return True of a text that can name an image."""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def digest_of(content: bytes) -> str:

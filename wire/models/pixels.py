@@ -57,6 +57,31 @@ def patches(content: bytes, rows: int, columns: int, law: ImageLaw) -> "NDArray[
     return in_frames.reshape(rows * columns, law.channels)
 
 
+def thumbnail(content: bytes, most: int) -> "NDArray[np.uint8]":
+    """Return a small copy of an image, [rows, columns, 3], neither more than ``most``.
+
+    Raises:
+        BadImageError: it cannot be read.
+    """
+    import numpy as np
+
+    small = _opened(content)
+    small.thumbnail((most, most))
+    return np.asarray(small)
+
+
+def thumbnail_file(content: bytes, most: int) -> bytes:
+    """Return a small copy of an image as a PNG file.
+
+    Raises:
+        BadImageError: it cannot be read.
+    """
+    small, file = _opened(content), io.BytesIO()
+    small.thumbnail((most, most))
+    small.save(file, "PNG")
+    return file.getvalue()
+
+
 def _opened(content: bytes) -> "OpenImage":
     """Return an image in RGB, turned as its file says, its first frame if it has several."""
     try:

@@ -149,6 +149,8 @@ function fill() {
     ...(t.num_turns > 1 ? [["turns", fixed(t.num_turns)], ["branches", fixed(t.num_branches)]] : [])];
   byId("facts").replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value }))));
   byId("prompt").replaceChildren(...excerpt({ head: t.prompt, num_cut: t.num_prompt_cut }));
+  byId("images").hidden = !t.images?.length;
+  byId("images").replaceChildren(...(t.images ?? []).map(picture));
   byId("failed").hidden = !t.failures.length;
   byId("failures").replaceChildren(...t.failures.map((text) => element("li", { text })));
   byId("answered").hidden = byId("kin").hidden = byId("tokens-table").hidden = !t.found;
@@ -162,6 +164,14 @@ function fill() {
   setText(byId("token"), "");
   paint();
   table();
+}
+
+// A small copy from the run folder; where that has it no more, the reason is in its place.
+function picture(digest) {
+  const name = digest.slice(0, 8);
+  const image = element("img", { src: `/image?digest=${encodeURIComponent(digest)}`, alt: `image ${name}`, loading: "lazy",
+    on: { error: () => image.replaceWith(element("span", { class: "empty", text: `image ${name} cannot be shown` })) } });
+  return element("li", {}, image);
 }
 
 // Tells in the list which trajectory is open.

@@ -44,11 +44,14 @@ from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.listening.host_names import name_of
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.service import trained_steps
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.files.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
 from slipstream.wire.messages.broker import Hello, RoleReport
 from slipstream.wire.messages.status import GONE_S, SILENT_S, RunStatus, StepPoint
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.pixels import checked_image
 from slipstream.wire.settings.sections import RunSection
+from tests.support.drawn_images import drawn
 from tests.support.ledger_driver import lease, make_ledger, make_ready, train_step
 from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import STATUS
@@ -799,3 +802,28 @@ async def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
     await cancelled(recording)
     assert advised == [1e9, 1e9 + 10.0]
     assert written == [1e9, 1e9 + 10.0, 1e9 + 10.0]  # the last one as it ends
+
+
+async def test_an_image_of_the_run_folder_is_shown_small_and_nothing_else_is_read(tmp_path: Path):
+    images = ImageFolder(tmp_path / "images")
+    kept, changed = images.keep(drawn(800, 400)), images.keep(b"GIF89a <script>")
+    async with dashboard(items=lambda _: RecordedItems(tmp_path)) as (session, address):
+
+        async def asked(digest: str) -> aiohttp.ClientResponse:
+            url = address.with_path("/image")
+            return await session.get(url.with_query({**address.query, "digest": digest}))
+
+        shown = await asked(kept)
+        small = checked_image(await shown.read())
+        assert (shown.status, shown.content_type) == (200, "image/png")
+        assert (small.width, small.height) == (320, 160)
+        assert "img-src 'self'" in shown.headers["Content-Security-Policy"]
+        images.file_of(kept).write_bytes(drawn(seed=9))
+        for digest, status, why in (
+            (kept, 404, "changed on disk"),
+            (changed, 404, "not an image"),
+            ("0" * 64, 404, "no image 00000000"),
+            ("../../etc/passwd", 400, "64 hexadecimal digits"),
+        ):
+            refused = await asked(digest)
+            assert (refused.status, why in await refused.text()) == (status, True), digest

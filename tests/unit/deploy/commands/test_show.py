@@ -7,8 +7,10 @@ from unittest.mock import patch
 import pytest
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.process.safe_text import visible
 from tests.support.commands import call_command
+from tests.support.drawn_images import drawn
 
 TRAINED = {
     "step": 3,
@@ -207,3 +209,26 @@ def test_rows_for_programs_are_whole(run: Path):
     rows = [TRAINED, OF_TURNS]
     write_rows(run, *rows)
     assert [json.loads(line) for line in shown(run, json=True).splitlines()] == rows
+
+
+def test_images_are_shown_as_files_and_small_copies(run: Path, monkeypatch: pytest.MonkeyPatch):
+    images = ImageFolder(run / "images")
+    kept = images.keep(drawn(200, 100))
+    gone, changed = "0" * 64, images.keep(drawn(seed=2))
+    images.file_of(changed).write_bytes(b"other")
+    row = TRAINED | {
+        "images": [{"digest": digest} for digest in (kept, kept, gone, changed, "../")]
+    }
+    (run / "rollouts/trained.jsonl").write_text(json.dumps(row) + "\n")
+    text = shown(run, last=1)
+    assert text.count(f"image {images.file_of(kept)}") == 1
+    assert f"image {gone[:8]}: no image" in text
+    assert f"image {changed[:8]}: " in text
+    assert "changed on disk" in text
+    assert "../" not in text
+    assert "▀" not in text, "there are no colors"
+    for name, value in {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    lines = shown(run, last=1).splitlines()
+    assert [line.count("▀") for line in lines if "▀" in line] == [48] * 12
+    assert "\x1b[38;2;" in "".join(lines)
