@@ -156,9 +156,15 @@ class LocalImages:
         digests = [image.digest for image in transcript.prompt.images]
         if not digests:
             return transcript
-        files = await stack.enter_async_context(self.files(digests))
-        extra_info = transcript.prompt.extra_info | {"images": [str(file) for file in files]}
-        return replace(transcript, prompt=replace(transcript.prompt, extra_info=extra_info))
+        return with_files(transcript, await stack.enter_async_context(self.files(digests)))
+
+
+def with_files(transcript: Transcript, files: Sequence[Path]) -> Transcript:
+    """Return a transcript whose ``extra_info["images"]`` are these files, if there are any."""
+    if not files:
+        return transcript
+    extra_info = transcript.prompt.extra_info | {"images": [str(file) for file in files]}
+    return replace(transcript, prompt=replace(transcript.prompt, extra_info=extra_info))
 
 
 @dataclass(slots=True)

@@ -150,7 +150,7 @@ def load_source(
         ground_truth_column=TRUTH_COLUMN if table.reasoning_gym else data.ground_truth_column,
         as_chat=data.as_chat if table.as_chat is None else table.as_chat,
         system_prompt=data.system_prompt if table.system_prompt is None else table.system_prompt,
-        image_columns=() if table.reasoning_gym else _image_columns(data),
+        image_columns=() if table.reasoning_gym else image_columns(data),
         max_images=data.max_images,
     )
     take = RowImages(Path(table.file).parent, images).take if table.file else no_image
@@ -199,7 +199,7 @@ def _load_and_log(source: Source, data: DataSection, images: ImageFolder | None)
     return loaded
 
 
-def _image_columns(data: DataSection) -> tuple[str, ...]:
+def image_columns(data: DataSection) -> tuple[str, ...]:
     """Return the columns that images are looked for in; the usual one has two names."""
     if data.image_column == "images":
         return ("images", "image")

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +179,20 @@ def _inspect(
     return report
 
 
+def _images(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Return what there is of images, each of which was read; empty without any."""
+    shown = {image.digest: image for prompt in prompts for image in prompt.images}
+    if not shown:
+        return {}
+    total = sum(len(prompt.images) for prompt in prompts)
+    size = sum(image.num_bytes for image in shown.values())
+    largest = max(shown.values(), key=lambda image: image.width * image.height)
+    return {
+        "images": f"{total:,}, {len(shown):,} different ones of {size / 1e6:,.1f} MB, up to "
+        f"{largest.width} x {largest.height}"
+    }
+
+
 def _read(report: SourceReport, reward: RewardSection) -> None:
     """Have the rewards read their rows."""
     console = make_console(stderr=True)
@@ -213,6 +228,7 @@ def _show(
         "bad": f"{len(report.bad):,}",
         f"prompt {unit}": quantiles,
         "ground truths": f"{report.num_truths:,}",
+        **_images(report.prompts),
         "data sources": ", ".join(f"{n} {c:,}" for n, c in report.data_sources.most_common(20)),
     }
     if in_tokens:

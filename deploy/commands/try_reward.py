@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 from rich.console import Console
@@ -17,12 +18,16 @@ from rich.text import Text
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.broker.data.files import RawRow, read_rows
 from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.data.images import RowImages
 from slipstream.broker.data.plain import BadRowError
 from slipstream.broker.data.rows import TRUTH_COLUMN, RowRules, prompt_from_row
+from slipstream.broker.data.sources import image_columns
+from slipstream.broker.images import with_files
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
@@ -81,9 +86,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--n must be at least 1, got {arguments.n}")
     table = load_table(arguments.config or Path(os.devnull), arguments.overrides)
     settings = section(table, "reward", RewardSection)
-    samples = _samples(table, arguments.data, arguments.n, arguments.answers)
     hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
-    tested, seconds = asyncio.run(_score(settings, arguments.reward, hide, samples))
+    with TemporaryDirectory(prefix="slipstream-images-") as name:
+        images = ImageFolder(Path(name))
+        samples = _samples(table, arguments.data, arguments.n, arguments.answers, images)
+        tested, seconds = asyncio.run(_score(settings, arguments.reward, hide, samples))
     if arguments.json:
         print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
     else:
@@ -110,7 +117,9 @@ class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 # ---- samples -------------------------------------------------------------------
 
 
-def _samples(table: Table, where: str, count: int, answers: Path | None) -> list[_Sample]:
+def _samples(
+    table: Table, where: str, count: int, answers: Path | None, images: ImageFolder
+) -> list[_Sample]:
     """Return answers to the first ``count`` rows of a file, or of reasoning_gym:NAME.
 
     Answers to the same row are siblings.
@@ -123,7 +132,10 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
         ground_truth_column=TRUTH_COLUMN if gym else section_.ground_truth_column,
         as_chat=section_.as_chat,
         system_prompt=section_.system_prompt,
+        image_columns=() if gym else image_columns(section_),
+        max_images=section_.max_images,
     )
+    take = RowImages(Path(where).parent, images).take
     given = _answers_by_row(answers) if answers else None
     samples: list[_Sample] = []
     num_rows = 0
@@ -137,7 +149,7 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
         try:
             if raw.values is None:
                 raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
-            prompt = prompt_from_row(raw.values, rules, number=raw.number)
+            prompt = prompt_from_row(raw.values, rules, number=raw.number, take_image=take)
         except BadRowError as error:
             raise ConfigError(f"--data {where}: row {raw.number}: {error}") from error
         own = [
@@ -152,7 +164,7 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
         elif not texts:  # a right one, if it is known, and an empty one
             is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
             texts = [str(truth), ""] if is_plain and truth != "" else [""]
-        samples += [_sample(group, i, prompt, text) for i, text in enumerate(texts)]
+        samples += [_sample(group, i, prompt, text, images) for i, text in enumerate(texts)]
     if given:
         first = min(given)
         if first < 0 or num_rows < count:
@@ -164,14 +176,16 @@ def _samples(table: Table, where: str, count: int, answers: Path | None) -> list
     return samples
 
 
-def _sample(group: int, sibling: int, prompt: Prompt, answer: str) -> _Sample:
+def _sample(group: int, sibling: int, prompt: Prompt, answer: str, images: ImageFolder) -> _Sample:
     transcript = Transcript(
         prompt=prompt,
         response=answer,
         num_response_tokens=max(1, len(answer.split())),
         finish_reason="stop",
     )
-    return ScoringItem(group_id=group, sibling=sibling, lease_id=0), transcript
+    files = [images.file_of(image.digest) for image in prompt.images]
+    item = ScoringItem(group_id=group, sibling=sibling, lease_id=0)
+    return item, with_files(transcript, files)
 
 
 def _answers_by_row(path: Path) -> dict[int, list[str]]:

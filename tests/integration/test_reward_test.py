@@ -8,6 +8,7 @@ import pytest
 from slipstream.wire.errors import ConfigError
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.commands import call_command
+from tests.support.drawn_images import drawn
 
 pytestmark = pytest.mark.integration
 
@@ -136,3 +137,21 @@ def test_keys_are_not_seen_and_no_folder_is_made_for_them(
 def test_what_cannot_be_used_is_named(rows: Path, arguments: dict[str, object], why: str):
     with pytest.raises(ConfigError, match=why):
         try_reward(**{"data": rows, **arguments})
+
+
+def test_a_reward_reads_the_images_of_its_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    content = drawn(40, 30)
+    (tmp_path / "a.png").write_bytes(content)
+    row = {"prompt": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "sizes.py").write_text(
+        "import os\n\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(os.path.getsize(path) for path in extra_info['images'])\n"
+    )
+    reward = f"{tmp_path / 'sizes.py'}:score"
+    assert try_reward(data=tmp_path / "rows.jsonl", reward=reward, json=True) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [answer["reward"] for answer in printed["answers"]] == [len(content)]

@@ -8,6 +8,8 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -15,12 +17,14 @@ from slipstream.broker.config import RewardSection, private_paths
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.data.rows import odd_shape
 from slipstream.broker.data.sources import load_source, local_data, training_sources
+from slipstream.broker.images import with_files
 from slipstream.broker.reward_worker.choice import is_missing, read_rows
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.deploy.config import RunConfig
 from slipstream.deploy.launch.cluster.host_program import PROGRESS
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection, model_folder
@@ -40,8 +44,8 @@ def odd_shapes(prompts: Collection[Prompt]) -> list[str]:
     return [f"{n:,} of {len(prompts):,} prompts {what}" for what, n in counts.items() if what]
 
 
-def first_prompt(config: RunConfig) -> Prompt:
-    """Return the first prompt of a run's data.
+def first_prompt(config: RunConfig, images: ImageFolder | None = None) -> Prompt:
+    """Return the first prompt of a run's data; its images are kept in a folder, if one is named.
 
     Raises:
         ConfigError: there are no rows, or the first is not a prompt; the text names the setting.
@@ -51,7 +55,8 @@ def first_prompt(config: RunConfig) -> Prompt:
     rows = min(source.table.max_rows or _ROWS, _ROWS if data.on_bad_row == "skip" else 1)
     few = msgspec.structs.replace(source.table, max_rows=rows)
     source = dataclasses.replace(source, table=few)
-    return load_source(source, data, keep_going=data.on_bad_row == "skip").prompts[0]
+    is_tolerant = data.on_bad_row == "skip"
+    return load_source(source, data, keep_going=is_tolerant, images=images).prompts[0]
 
 
 def judge_prompt(num_tokens: int, sampling: SamplingSection) -> Fact:
@@ -129,17 +134,20 @@ def judge_score(score: Score) -> Fact:
 
 def observe_reward(config: RunConfig) -> list[Fact]:
     """Score one answer to the first prompt, the ground truth if it is text, as a worker does."""
-    try:
-        prompt = first_prompt(config)
-    except ConfigError as error:  # the broker's host may be the only one with the data
-        return [warn("reward", f"was not tried here: {error}", "data.file")]
-    try:
-        return [judge_score(asyncio.run(_scored(config, prompt)))]
-    except ConfigError as error:
-        return [fail("reward", str(error), "reward.function")]
+    with TemporaryDirectory(prefix="slipstream-images-") as name:
+        images = ImageFolder(Path(name))
+        try:
+            prompt = first_prompt(config, images)
+        except ConfigError as error:  # the broker's host may be the only one with the data
+            return [warn("reward", f"was not tried here: {error}", "data.file")]
+        files = [images.file_of(image.digest) for image in prompt.images]
+        try:
+            return [judge_score(asyncio.run(_scored(config, prompt, files)))]
+        except ConfigError as error:
+            return [fail("reward", str(error), "reward.function")]
 
 
-async def _scored(config: RunConfig, prompt: Prompt) -> Score:
+async def _scored(config: RunConfig, prompt: Prompt, files: Sequence[Path]) -> Score:
     hidden = [path for path in private_paths(config.table) if path.exists()]
     settings = msgspec.structs.replace(config.broker.reward, processes=1)
     truth = prompt.ground_truth
@@ -152,7 +160,7 @@ async def _scored(config: RunConfig, prompt: Prompt) -> Score:
     pool = await RewardPool.start(settings, hide=hidden)
     try:
         item = ScoringItem(group_id=0, sibling=0, lease_id=0)
-        (score,) = [score async for score in pool.score([(item, answer)])]
+        (score,) = [score async for score in pool.score([(item, with_files(answer, files))])]
         return score
     finally:
         await pool.close()

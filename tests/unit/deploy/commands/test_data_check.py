@@ -8,6 +8,7 @@ import pytest
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
 from tests.support.commands import call_command
+from tests.support.drawn_images import drawn
 
 TRUE = {"ground_truth": "2"}
 CODE = "reward.function=slipstream.broker.rewards.code:score"
@@ -199,3 +200,20 @@ def test_prompts_of_an_odd_shape_are_named(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "note: 1 of 3 prompts end with a turn of the policy's own (assistant)" in shown
     assert "note: 1 of 3 prompts are a conversation as text" in shown
+
+
+def test_every_image_is_read_and_damaged_ones_are_bad_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "a.png").write_bytes(drawn(40, 30))
+    (tmp_path / "b.png").write_bytes(drawn(seed=2)[:100])
+    rows = [
+        {"prompt": turn("?"), "images": ["a.png", "a.png"], **TRUE},
+        {"prompt": turn("?"), "images": ["b.png"], **TRUE},
+    ]
+    assert data_check([write(tmp_path / "a.jsonl", *rows)], None, None) == 1
+    shown = capsys.readouterr().out
+    assert "2, 1 different ones of 0.0 MB, up to 40 x 30" in shown
+    assert "row 1 (line 2)" in shown
+    assert "not an image that can be read" in shown
+    assert "bad rows: 1 (would end a run)" in shown
