@@ -180,7 +180,7 @@ def _inspect(
 
 
 def _images(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Return what there is of images, each of which was read; empty without any."""
+    """Return what was read of images; empty without any."""
     shown = {image.digest: image for prompt in prompts for image in prompt.images}
     if not shown:
         return {}
