@@ -124,6 +124,7 @@ def _truncation(value: Value, keys: VerlKeys) -> Counterpart:
 
 
 _data.setting("prompt_key", "data.prompt_column", rules.text)
+_data.setting("image_key", "data.image_column", rules.text)
 _data.setting("shuffle", "data.shuffle", rules.switch)
 _data.setting(
     "seed", "run.seed", partial(rules.integer, least=-(2**31)), "of sampling and learner as well"
@@ -142,9 +143,9 @@ _data.rule("reward_fn_key", "", "the column is `data_source`", kind="dropped")(
     rules.just("data_source", "the column is data_source")
 )
 _data.dropped(
-    "image_key video_key audio_key image_patch_size return_multi_modal_inputs "
+    "video_key audio_key image_patch_size return_multi_modal_inputs "
     "mm_processor_kwargs mm_processor_kwargs.**",
-    "prompts are text",
+    "prompts have text and images, which are resized as the model's image processor says",
 )
 _data.dropped("tool_config_path function_tool_path", "tools are those of `environment.function`")
 _data.dropped(
