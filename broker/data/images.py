@@ -11,7 +11,7 @@ from slipstream.broker.data.plain import BadRowError, kind_of
 from slipstream.wire.errors import ImageError
 from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.images import MOST_IMAGE_BYTES, Image
-from slipstream.wire.models.pixels import BadImageError, checked_image
+from slipstream.wire.models.pixels import BadImageError, checked_image, image_facts
 
 _HOLDERS = ("bytes", "base64", "image", "image_url", "url", "path")  # keys with an image, in order
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
@@ -22,13 +22,19 @@ _SHOWN = 80  # characters of a path in messages
 class RowImages:
     """Images of the rows of one file."""
 
-    def __init__(self, folder: Path, images: ImageFolder | None) -> None:
+    def __init__(
+        self, folder: Path, images: ImageFolder | None, *, reads_pixels: bool = False
+    ) -> None:
         """Read images of a file in a folder, which relative paths start from.
 
-        ``images`` keeps them; with None they are opened alone.
+        Args:
+            folder: Folder of the file.
+            images: Images of the run, which keeps them; None keeps none.
+            reads_pixels: True if all pixels are read, not only the head of each image.
         """
         self._folder = folder
         self._images = images
+        self._read = checked_image if reads_pixels else image_facts
 
     def take(self, value: Any) -> Image:  # noqa: ANN401 anything that a file holds
         """Keep an image of a row, and return its facts.
@@ -38,7 +44,7 @@ class RowImages:
         """
         content = self._bytes(value)
         try:
-            image = checked_image(content)
+            image = self._read(content)
             if self._images is not None:
                 self._images.keep(content)
         except (BadImageError, ImageError) as error:
@@ -64,9 +70,9 @@ class RowImages:
             )
         if _BASE64.match(value):
             return _decoded(value)
-        return self._read(value.removeprefix("file://"))
+        return self._content_of(value.removeprefix("file://"))
 
-    def _read(self, name: str) -> bytes:
+    def _content_of(self, name: str) -> bytes:
         try:
             path = self._folder / name
             size = path.stat().st_size

@@ -1,6 +1,7 @@
 """Prompts of a run: the sources that its settings name, read and mixed."""
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_SOURCE = "default"
 HELD_OUT = "held_out"
 _LOGGED_ROWS = 3
+_TELLS_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,24 @@ def eval_sources(evaluation: EvalSection) -> list[Source]:
 
 
 def load_source(
-    source: Source, data: DataSection, *, keep_going: bool, images: ImageFolder | None = None
+    source: Source,
+    data: DataSection,
+    *,
+    keep_going: bool,
+    images: ImageFolder | None = None,
+    reads_pixels: bool = False,
 ) -> LoadedSource:
-    """Read one source; without ``keep_going`` the first bad row is an error.
+    """Read one source.
 
-    Every image is read, and kept in a folder if one is named. Problems that reasoning-gym generates
-    to be held out are never among those that it generates to train on. Files are not compared.
+    Problems that reasoning-gym generates to be held out are never among those that it generates to
+    train on. Files are not compared.
+
+    Args:
+        source: File or generated data set.
+        data: The section [data].
+        keep_going: False if the first bad row is an error.
+        images: Images of the run, which keeps them; None keeps none.
+        reads_pixels: True if all pixels of images are read, not only their heads.
 
     Raises:
         ConfigError: naming the setting.
@@ -153,10 +167,18 @@ def load_source(
         image_columns=() if table.reasoning_gym else image_columns(data),
         max_images=data.max_images,
     )
-    take = RowImages(Path(table.file).parent, images).take if table.file else no_image
+    take = (
+        RowImages(Path(table.file).parent, images, reads_pixels=reads_pixels).take
+        if table.file
+        else no_image
+    )
     loaded = LoadedSource()
     columns = loaded.columns
+    told_s = time.monotonic()
     for number, raw in enumerate(_raw_rows(source, data, rules)):
+        if time.monotonic() - told_s > _TELLS_EVERY_S:
+            told_s = time.monotonic()
+            _log.info("%s: %s rows read so far", setting, f"{number:,}")
         if table.max_rows and number >= table.max_rows:
             break
         columns.update(dict.fromkeys(raw.values or ()))

@@ -145,7 +145,7 @@ def _codec(folder: Path, sampling: SamplingSection) -> "TextCodec":
 def _inspect(
     source: Source, data: DataSection, codec: "TextCodec | None", sampling: SamplingSection
 ) -> SourceReport:
-    loaded = load_source(source, data, keep_going=True)
+    loaded = load_source(source, data, keep_going=True, reads_pixels=True)
     bad = list(loaded.bad_rows)
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
     report.remarks = odd_shapes(loaded.prompts)

@@ -1,11 +1,18 @@
 """Images of a run, a file each, named by the digest of its bytes."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from slipstream.wire.errors import ImageError
 from slipstream.wire.files.replace import is_unfinished, replace_file
 from slipstream.wire.messages.images import digest_of
+
+
+@dataclass(slots=True)
+class _Kept:
+    sizes: dict[str, int]  # bytes of each image that is there, by digest
+    num_bytes: int
 
 
 class ImageFolder:
@@ -27,12 +34,13 @@ class ImageFolder:
             ImageError: there is no room.
         """
         digest = digest_of(content)
-        if self._sizes.get(digest) == len(content):  # a file of another size was not finished
+        kept = self._kept
+        known = kept.sizes.get(digest, 0)
+        if known == len(content):  # a file of another size was not finished
             return digest
-        num_bytes = sum(self._sizes.values())
-        if num_bytes + len(content) > self._most_bytes:
+        if kept.num_bytes - known + len(content) > self._most_bytes:
             raise ImageError(
-                f"images of the run take {num_bytes:,} bytes, and may take "
+                f"images of the run take {kept.num_bytes:,} bytes, and may take "
                 f"{self._most_bytes:,} (broker.image_budget_bytes)"
             )
         file = self.file_of(digest)
@@ -41,14 +49,15 @@ class ImageFolder:
             replace_file(file, content, durable=durable)
         except OSError as error:
             raise ImageError(f"cannot write {file}: {error.strerror or error}") from error
-        self._sizes[digest] = len(content)
+        kept.num_bytes += len(content) - known
+        kept.sizes[digest] = len(content)
         return digest
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of each image that is there, by digest."""
+    def _kept(self) -> "_Kept":
         files = (file for file in self._path.glob("??/*") if not is_unfinished(file.name))
-        return {file.name: file.stat().st_size for file in files}
+        sizes = {file.name: file.stat().st_size for file in files}
+        return _Kept(sizes, sum(sizes.values()))
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of an image.

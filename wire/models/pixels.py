@@ -1,6 +1,8 @@
 """Bytes of an image to numbers that a vision tower reads: the same in engine and learner."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.wire.errors import ConfigError
@@ -14,11 +16,30 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_PIXELS = 1 << 26  # 8192 x 8192
+_OF_CAMERAS = ("JPEG", "WEBP")  # formats with a turn in their head
+_ORIENTATION = 0x0112  # tag of EXIF
+_ON_ITS_SIDE = frozenset({5, 6, 7, 8})
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # turn in EXIF -> Pillow's Transpose
 _BRIGHTEST = 255.0
 
 
 class BadImageError(ValueError):
     """Raised for bytes that are no image that can be used, with the reason."""
+
+
+def image_facts(content: bytes) -> Image:
+    """Return the facts of an image, of which its head alone is read.
+
+    Raises:
+        BadImageError: it is too large, or of another format.
+    """
+    if len(content) > MOST_IMAGE_BYTES:
+        raise BadImageError(f"{len(content):,} bytes, at most {MOST_IMAGE_BYTES:,} can be used")
+    with _reading(content) as opened:
+        width, height = opened.size
+        if _orientation(opened) in _ON_ITS_SIDE:
+            width, height = height, width
+    return Image(digest_of(content), width, height, len(content))
 
 
 def checked_image(content: bytes) -> Image:
@@ -27,11 +48,9 @@ def checked_image(content: bytes) -> Image:
     Raises:
         BadImageError: it is too large, of another format, or damaged.
     """
-    if len(content) > MOST_IMAGE_BYTES:
-        raise BadImageError(f"{len(content):,} bytes, at most {MOST_IMAGE_BYTES:,} can be used")
-    pixels = _opened(content)
-    width, height = pixels.size
-    return Image(digest_of(content), width, height, len(content))
+    facts = image_facts(content)
+    _opened(content)
+    return facts
 
 
 def patches(content: bytes, rows: int, columns: int, law: ImageLaw) -> "NDArray[np.float32]":
@@ -82,22 +101,44 @@ def thumbnail_file(content: bytes, most: int) -> bytes:
     return file.getvalue()
 
 
-def _opened(content: bytes) -> "OpenImage":
-    """Return an image in RGB, turned as its file says, its first frame if it has several."""
+@contextmanager
+def _reading(content: bytes) -> "Iterator[OpenImage]":
+    """Open an image whose size is within the limit; no pixel is read yet.
+
+    Raises:
+        BadImageError: it cannot be read, here or in the block.
+    """
     try:
         from PIL import Image as Pillow
-        from PIL import ImageOps, UnidentifiedImageError
+        from PIL import UnidentifiedImageError
     except ImportError as error:
         raise ConfigError("images need pillow: pip install 'slipstream[data]'") from error
     try:
         with Pillow.open(io.BytesIO(content), formats=FORMATS) as opened:
             width, height = opened.size
-            is_small = width * height <= MOST_PIXELS
-            if is_small:
-                return ImageOps.exif_transpose(opened).convert("RGB")
+            if width * height > MOST_PIXELS:
+                reason = f"{width} x {height} pixels, at most {MOST_PIXELS:,} can be used"
+                raise BadImageError(reason)  # noqa: TRY301 the one way out for all reasons
+            yield opened
+    except BadImageError:
+        raise
     except UnidentifiedImageError:
         kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise BadImageError(f"not an image that can be read: no {kinds}") from None
     except Exception as error:  # Pillow raises many kinds for damaged files
         raise BadImageError(f"not an image that can be read: {error}") from error
-    raise BadImageError(f"{width} x {height} pixels, at most {MOST_PIXELS:,} can be used")
+
+
+def _orientation(opened: "OpenImage") -> int:
+    """Return the turn that a camera wrote into the head of a file; 1 is upright."""
+    return int(opened.getexif().get(_ORIENTATION, 1)) if opened.format in _OF_CAMERAS else 1
+
+
+def _opened(content: bytes) -> "OpenImage":
+    """Return an image in RGB, turned as its camera says, its first frame if it has several."""
+    with _reading(content) as opened:
+        from PIL import Image as Pillow
+
+        turn = _orientation(opened)
+        upright = opened.convert("RGB")
+        return upright.transpose(Pillow.Transpose(_TURNS[turn])) if turn in _TURNS else upright

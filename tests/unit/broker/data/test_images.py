@@ -179,7 +179,7 @@ def test_a_text_is_asked_about_images_as_a_turn(tmp_path: Path):
         ([], [{"type": "image"}], "1 places for images, and 0 images in images"),
         (["none.png"], ASKED, "cannot read image none.png: No such file"),
         (["https://x.org/a.png"], ASKED, r"https://x\.org/a\.png: nothing is fetched"),
-        ([base64_of(RED[:-40])], ASKED, "not an image that can be read"),
+        ([base64_of(RED[:8] + bytes(60))], ASKED, "not an image that can be read"),
         (["rows.jsonl"], ASKED, r"not an image that can be read: no PNG, JPEG, WEBP, GIF or BMP"),
         (["data:image/png;base64,?"], ASKED, "no base64|not an image"),
         ([{"path": None, "bytes": None}], ASKED, "an image has none of bytes"),

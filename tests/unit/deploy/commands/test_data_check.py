@@ -206,7 +206,7 @@ def test_every_image_is_read_and_damaged_ones_are_bad_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "a.png").write_bytes(drawn(40, 30))
-    (tmp_path / "b.png").write_bytes(drawn(seed=2)[:100])
+    (tmp_path / "b.png").write_bytes(drawn(seed=2)[:-200])
     rows = [
         {"prompt": turn("?"), "images": ["a.png", "a.png"], **TRUE},
         {"prompt": turn("?"), "images": ["b.png"], **TRUE},

@@ -1,5 +1,6 @@
 """Patches and tokens of images are those of transformers' processor."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,10 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image, ImageOps
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.image_law import ImageLaw, image_law
-from slipstream.wire.models.pixels import BadImageError, checked_image, patches
+from slipstream.wire.models.pixels import (
+    BadImageError,
+    checked_image,
+    image_facts,
+    patches,
+    thumbnail,
+)
 from tests.support.drawn_images import drawn
 
 LAW = ImageLaw(image_token=7)
@@ -39,7 +47,6 @@ def test_an_image_has_whole_tokens_within_the_limit(width: int, height: int, mos
 
 @pytest.mark.parametrize("size", [(50, 70), (640, 480), (20, 20), (301, 100)])
 def test_patches_are_those_of_transformers(size: tuple[int, int]):
-    from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -47,8 +54,6 @@ def test_patches_are_those_of_transformers(size: tuple[int, int]):
     law = ImageLaw(patch_size=16, image_token=7, least_pixels=32 * 32, most_pixels=200_000)
     limits = {"shortest_edge": law.least_pixels, "longest_edge": law.most_pixels}
     processor = Qwen2VLImageProcessorPil(patch_size=16, size=limits)
-    import io
-
     expected = processor(images=[Image.open(io.BytesIO(content))], return_tensors="np")
     rows, columns = law.patches_of(*size)
     assert expected["image_grid_thw"].tolist() == [[1, rows, columns]]
@@ -62,10 +67,6 @@ def test_patches_are_those_of_transformers(size: tuple[int, int]):
 
 
 def test_images_are_turned_as_their_file_says_and_lose_their_transparency():
-    import io
-
-    from PIL import Image
-
     with Image.open(io.BytesIO(drawn(30, 10))) as upright:
         turned = io.BytesIO()
         exif = Image.Exif()
@@ -121,3 +122,26 @@ def test_a_model_without_images_has_no_law_and_another_processor_is_refused(tmp_
     written(tmp_path, "preprocessor_config.json", {**PROCESSOR, "patch_size": "x"})
     with pytest.raises(ConfigError, match="its image processor: Expected `int`"):
         image_law(tmp_path)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_every_turn_of_a_camera_is_that_of_pillow_and_known_from_the_head(turn: int, kind: str):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    with Image.open(io.BytesIO(drawn(32, 16))) as upright:
+        turned = io.BytesIO()
+        upright.save(turned, kind, exif=exif)
+    content = turned.getvalue()
+    with Image.open(io.BytesIO(content)) as opened:
+        expected = ImageOps.exif_transpose(opened).convert("RGB")
+    assert np.array_equal(thumbnail(content, 32), np.asarray(expected))
+    assert image_facts(content) == checked_image(content)
+    assert (image_facts(content).width, image_facts(content).height) == expected.size
+
+
+def test_damage_beyond_the_head_is_found_with_the_pixels():
+    content = drawn(seed=3)[:-300]
+    assert image_facts(content).width == 40
+    with pytest.raises(BadImageError, match="truncated"):
+        checked_image(content)
