@@ -28,7 +28,7 @@ class BadImageError(ValueError):
 
 
 def image_facts(content: bytes) -> Image:
-    """Return the facts of an image, of which its head alone is read.
+    """Return the facts of an image; its head alone is read.
 
     Raises:
         BadImageError: it is too large, or of another format.
