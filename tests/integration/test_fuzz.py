@@ -37,9 +37,11 @@ from slipstream.broker.server.limits import ServerRules
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import (
     BatchDelivered,
     Done,
+    FetchImage,
     FetchPayloads,
     GetStatus,
     GroupsLeased,
@@ -56,6 +58,7 @@ from slipstream.wire.messages.broker import (
     StatusAnswer,
     StepCommit,
     StepCommitted,
+    StoreImage,
     SubmitScores,
     SubmitTrajectory,
     TakeOver,
@@ -63,6 +66,7 @@ from slipstream.wire.messages.broker import (
     Welcome,
 )
 from slipstream.wire.messages.codec import decode_answer, encode
+from slipstream.wire.messages.images import digest_of
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.trajectory import Score
 from tests.support.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
@@ -205,7 +209,8 @@ async def fuzzed(
         scores_inline=True,
         cache_bytes=1 << 20,
     )
-    server = make_test_server(ledger, scoring, store, committer, limits, keys=ring)
+    images = ImageFolder(folder / "images", most_bytes=1_000_000)
+    server = make_test_server(ledger, scoring, store, committer, limits, keys=ring, images=images)
     unix = f"ipc://{folder}/broker.sock"
     listen = "tcp://127.0.0.1:*" if listens else ""
     tasks = [
@@ -338,7 +343,7 @@ class Siege:
             bare.send(frames)
         for bare in self._bare:
             self.slowest_s = max(self.slowest_s, await bare.catch_up())
-        await asyncio.sleep(0)
+        await until_async(lambda: not self._it.server._jobs_of)  # images are read in threads
 
     async def _assert_serves(self) -> None:
         if not self._honest.attacker.session:
@@ -368,6 +373,7 @@ def corpus_of(ledger: Ledger, random: Random) -> list[tuple[bytes, Frames]]:
         LeaseGroups(adopted=version, max_sequences=4, wait_s=0.0),
         LeaseScoring(credits=4, wait_s=0.0),
         Heartbeat(lease_ids=tuple(ledger.book.leases)[:4]),
+        *(kind(digest=digest_of(b"image")) for kind in (StoreImage, FetchImage)),
         *(ReleaseLease(lease_id=i, reason="no") for i in list(ledger.book.leases)[:1]),
     ]
     groups = list(ledger.book.groups.values())
@@ -382,6 +388,8 @@ def corpus_of(ledger: Ledger, random: Random) -> list[tuple[bytes, Frames]]:
 
 
 def _attached(request: Request) -> Frames:
+    if isinstance(request, StoreImage):
+        return [b"image"]
     return [b"payload", b"response"] if isinstance(request, SubmitTrajectory) else []
 
 

@@ -15,8 +15,9 @@ import msgspec
 from slipstream.broker.server.limits import MAX_FRAMES, max_body_bytes, max_bytes
 from slipstream.broker.server.permissions import ALLOWED
 from slipstream.wire.errors import ProtocolError
-from slipstream.wire.messages.broker import Hello, Role, SubmitTrajectory
+from slipstream.wire.messages.broker import Hello, Role, StoreImage, SubmitTrajectory
 from slipstream.wire.messages.codec import decode_request
+from slipstream.wire.messages.images import digest_of
 from slipstream.wire.messages.pieces import joined, most_pieces
 
 Frames: TypeAlias = list[bytes]  # of one message: id, session, body, attached
@@ -247,5 +248,8 @@ def verdict(frames: Frames, attacker: Attacker) -> Verdict:
         return "hello_first"
     if role not in ALLOWED[type(request)]:
         return "forbidden"
+    if isinstance(request, StoreImage):
+        is_whole = attached == 1 and digest_of(bytes(whole[1])) == request.digest
+        return "allowed" if is_whole else "malformed"
     expected = 2 if isinstance(request, SubmitTrajectory) else 0
     return "allowed" if attached == expected else "malformed"

@@ -128,7 +128,7 @@ def make_test_server(
         committer,
         report,
         rules,
-        images or ImageFolder(Path("nowhere")),
+        images or ImageFolder(Path("nowhere"), most_bytes=0),
         **options,
     )
 
