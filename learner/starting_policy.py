@@ -146,6 +146,11 @@ class _OtherModels:
         if not self._choice.has_teacher:
             return None
         options, settings = self._choice.teacher, self._settings
+        if options.endpoint and self._hf.vision is not None:
+            raise ConfigError(
+                "algo.teacher.endpoint is given tokens alone, and run.model "
+                f"({self._hf.model_type}) sees images: name a folder in algo.teacher.model"
+            )
         if options.endpoint:
             vocab_size, timeout_s = self._hf.vocab_size, settings.learner.timeout_s
             return EndpointTeacher(
@@ -172,10 +177,28 @@ class _OtherModels:
     def _frozen_policy(self, folder: Path, setting: str) -> ReferencePolicy:
         whole = self._algorithm.needs_full_kl
         refuse_other_tokens(folder, self._settings.model, setting, whole=whole)
+        _refuse_other_eyes(self._hf, folder, setting)
         if (known := self._frozen.get(folder.resolve())) is not None:
             return known
         model = load_model(self._settings.learner, folder, setting)
         return ReferencePolicy(model, self._topology, offload=self.offload)
+
+
+def _refuse_other_eyes(policy: HfConfig, folder: Path, setting: str) -> None:
+    """Refuse a frozen policy that does not see the images that the policy sees.
+
+    Raises:
+        ConfigError: it has no vision tower, or one that reads other patches.
+    """
+    ours, theirs = (
+        (hf.vision.channels, hf.vision.spatial_merge_size, hf.image_token) if hf.vision else None
+        for hf in (policy, load_hf_config(folder, setting))
+    )
+    if ours is not None and ours != theirs:
+        raise ConfigError(
+            f"{folder} ({setting}) must see what run.model sees: numbers of a patch, patches "
+            f"merged each way and the token of images are {theirs}, expected {ours}"
+        )
 
 
 def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) -> RankModel:
