@@ -93,6 +93,10 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     comparisons: there is no kernel for attention over sequences of different lengths."""
     lr: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1e-6
     """Learning rate, the highest of the schedule."""
+    vision: Literal["frozen", "trained"] = "frozen"
+    """Whether the vision tower of a policy that sees images is trained, too, and published."""
+    vision_lr_scale: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1.0
+    """Factor on learner.lr for a vision tower that is trained."""
     lr_schedule: Schedule = "constant"
     """How the learning rate falls after its warm-up; WSD is warm-up, stable, decay."""
     lr_warmup_steps: AtLeast0 = 0
@@ -261,6 +265,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     )
     model_folder(settings.run)
     _check_lora(settings)
+    _check_vision(settings)
     if settings.checkpoint.upload:
         RemoteCheckpoints(settings.checkpoint.upload)  # its checks
     if settings.resume_from is not None and not may_resume:
@@ -308,6 +313,22 @@ def _check_lora(settings: LearnerSettings) -> None:
             "learner.optimizer_offload_fraction = "
             f"{settings.learner.optimizer_offload_fraction:g} cannot be had with lora.rank = "
             f"{lora.rank}: an optimizer of adapters is small, leave it on the device"
+        )
+
+
+def _check_vision(settings: LearnerSettings) -> None:
+    learner = settings.learner
+    if learner.vision == "frozen":
+        if learner.vision_lr_scale != 1.0:
+            raise ConfigError(
+                f"learner.vision_lr_scale = {learner.vision_lr_scale:g} has a meaning with "
+                'learner.vision = "trained" alone'
+            )
+        return
+    if settings.lora.is_on:
+        raise ConfigError(
+            f'learner.vision = "trained" cannot be had with lora.rank = {settings.lora.rank}: '
+            "adapters alone are trained"
         )
 
 

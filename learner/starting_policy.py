@@ -146,6 +146,11 @@ class _OtherModels:
         if not self._choice.has_teacher:
             return None
         options, settings = self._choice.teacher, self._settings
+        if options.endpoint and self._hf.vision is not None:
+            raise ConfigError(
+                "algo.teacher.endpoint is given tokens alone, and run.model "
+                f"({self._hf.model_type}) sees images: name a folder in algo.teacher.model"
+            )
         if options.endpoint:
             vocab_size, timeout_s = self._hf.vocab_size, settings.learner.timeout_s
             return EndpointTeacher(
@@ -172,10 +177,28 @@ class _OtherModels:
     def _frozen_policy(self, folder: Path, setting: str) -> ReferencePolicy:
         whole = self._algorithm.needs_full_kl
         refuse_other_tokens(folder, self._settings.model, setting, whole=whole)
+        _refuse_other_eyes(self._hf, folder, setting)
         if (known := self._frozen.get(folder.resolve())) is not None:
             return known
         model = load_model(self._settings.learner, folder, setting)
         return ReferencePolicy(model, self._topology, offload=self.offload)
+
+
+def _refuse_other_eyes(policy: HfConfig, folder: Path, setting: str) -> None:
+    """Refuse a frozen policy that does not see the images that the policy sees.
+
+    Raises:
+        ConfigError: it has no vision tower, or one that reads other patches.
+    """
+    ours, theirs = (
+        (hf.vision.channels, hf.vision.spatial_merge_size, hf.image_token) if hf.vision else None
+        for hf in (policy, load_hf_config(folder, setting))
+    )
+    if ours is not None and ours != theirs:
+        raise ConfigError(
+            f"{folder} ({setting}) must see what run.model sees: numbers of a patch, patches "
+            f"merged each way and the token of images are {theirs}, expected {ours}"
+        )
 
 
 def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) -> RankModel:
@@ -192,13 +215,28 @@ def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) 
     return model
 
 
+def seen_by(learner: LearnerSection, hf: HfConfig, setting: str) -> HfConfig:
+    """Return a model's architecture, with its vision tower trained or not.
+
+    Raises:
+        ConfigError: the policy's tower is to be trained, and it has none.
+    """
+    if learner.vision == "frozen":
+        return hf
+    if hf.vision is None and setting == POLICY:
+        raise ConfigError(
+            f'learner.vision = "trained", and {setting} ({hf.model_type}) has no vision tower'
+        )
+    return msgspec.structs.replace(hf, trains_vision=hf.vision is not None)
+
+
 def load_model(
     learner: LearnerSection, folder: Path, setting: str = "run.model", *, fill: bool = True
 ) -> RankModel:
     """Return the model in a folder that a setting names, with its weights or random ones."""
     on_gpu = device.device().type == "cuda"
     bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
-    hf = load_hf_config(folder, setting)
+    hf = seen_by(learner, load_hf_config(folder, setting), setting)
     section = learner if setting == POLICY else section_for(hf, learner)
     extra = dict(section.megatron)
     if learner.deterministic:

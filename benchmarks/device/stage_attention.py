@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import attention
 
 from benchmarks.device.report import ON_A_CPU, Report, Skipped, run_stage
-from slipstream.learner.model.attention import group_by_length, grouped_attention
 from slipstream.learner.model.crossings import Crossing
 from slipstream.learner.model.cuda_attention import (
     AttentionBounds,
@@ -19,6 +18,7 @@ from slipstream.learner.model.cuda_attention import (
     cuda_attention,
     has_flash_4,
 )
+from slipstream.learner.model.grouped_attention import group_by_length, grouped_attention
 from slipstream.learner.model.ring_attention import Hop, Ring, ring_attention
 from slipstream.learner.model.rotary import Rotary
 from slipstream.wire.models.hf_config import HfConfig

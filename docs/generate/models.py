@@ -40,8 +40,10 @@ Every tiny model is random, of three layers, written by transformers, and passes
   pipeline and expert parallelism of 2 and their product.
 
 Those in bold are in `make test`, the others in `make test-slow`. The update is the same in every
-layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3`, `gpt_oss` and those with gated delta
-networks (`pytest tests/integration/test_layouts.py`). A
+layout for `qwen2`, `qwen3`, `qwen3_moe`, `deepseek_v3`, `gpt_oss`, those with gated delta
+networks and those with a vision tower, frozen and trained (`pytest
+tests/integration/test_layouts.py`). Logits and positions of several images in one pack are those of
+transformers, of each alone. A
 whole run with SGLang trains and publishes `llama`, `qwen3`, `qwen3_moe`, `deepseek_v3`,
 `qwen3_next`, Qwen3.5 in the form of the hub, and `gpt_oss` in MXFP4
 (`tests/e2e/test_whole_loop.py`, `test_targets.py`). SGLang ran on a CPU alone: there
@@ -93,8 +95,9 @@ refused, too (docs/adr/0060).
   (`learner.expert_tensor_parallel`).
 - Families that are not here, with those that are.
 
-Kept, with a line in the learner's log: layers that predict further tokens and the encoder of
-pictures of a published folder (`text_config` in its config.json) are not loaded or trained, and
+Kept, with a line in the learner's log: layers that predict further tokens, and the vision tower of
+a published folder (`text_config` in its config.json), are not trained, and not loaded either but
+for a tower of Qwen2.5-VL and Qwen3-VL, which are trained with `learner.vision = "trained"`;
 an export has them as they were, in the form of the folder that the run began with: its names, and
 all experts of a layer in one tensor if it has them so. A router's bias
 (`e_score_correction_bias`) and the decays of linear attention (`A_log`) are loaded, published and
@@ -172,6 +175,7 @@ def _attention(family: Family) -> str:
             ("a quarter of a head turns", family.defaults.get("partial_rotary_factor") == 0.25),
             ("half of a head turns", family.defaults.get("partial_rotary_factor") == 0.5),
             ("norms after attention and MLP", "mlp_bda.norm.weight" in family.layer),
+            ("a vision tower", family.tower is not None),
         )
         if holds
     )

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from slipstream.algos.logprobs.sampling import Kept
 from slipstream.learner.model.shared_prompts import SharedPrompts
+from slipstream.learner.model.vision.images import ImagePlace, PackedImages, positions_of
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import DType, PackedArray
+from slipstream.wire.messages.images import ImageSpan
 from slipstream.wire.messages.trajectory import (
     MAX_TOKENS,
     Decisions,
@@ -52,11 +54,25 @@ class TrainTrajectory:
     kept: "KeptTokens | None" = None
     experts: NDArray[np.int16] | None = None  # [length, layers with experts, experts of a token]
     branches: tuple[int, ...] = ()  # first tokens of the second and further branches
+    images: tuple["SeenImage", ...] = ()  # in order
 
     @property
     def lengths(self) -> list[int]:
         """Numbers of tokens of its branches."""
         return [end - start for start, end in pairwise((0, *self.branches, len(self.token_ids)))]
+
+
+class SeenImage(NamedTuple):
+    """An image of a trajectory."""
+
+    span: ImageSpan
+    merge: int  # patches of a token each way
+    pixels: NDArray[np.float32] | None  # [rows * columns, C]; None on a rank without a vision tower
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What its tokens depend on, and nothing else."""
+        return self.span.digest, self.span.rows, self.span.columns
 
 
 class KeptTokens(NamedTuple):
@@ -87,6 +103,7 @@ class PackedBatch:
     kept_on_host: NDArray[np.int64] | None = None  # [T + 1], first candidate of each token, and K
     experts: Tensor | None = None  # [T, L, k] int16, chosen by the engine; -1 where it chose none
     shared: SharedPrompts | None = None  # prompts that are computed once
+    images: PackedImages | None = None  # None: all tokens are text
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
     """Choices of this rank's routers before the step's first update, by layer with experts."""
 
@@ -383,19 +400,61 @@ def pack(
         shared=SharedPrompts.of(lengths, _equal_prompts(trajectories), device)
         if shares_prompts
         else None,
+        images=_packed_images(trajectories, device),
+    )
+
+
+def _packed_images(
+    trajectories: Sequence[TrainTrajectory], device: torch.device
+) -> PackedImages | None:
+    """Return the images of packed trajectories, each once; None if there are none."""
+    seen = [image for trajectory in trajectories for image in trajectory.images]
+    if not seen:
+        return None
+    merge = seen[0].merge
+    different = {image.key: image for image in seen}
+    counts = [image.span.num_tokens for image in different.values()]
+    rows = dict(zip(different, np.cumsum([0, *counts])[:-1].tolist(), strict=True))
+    sources, positions = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    for trajectory in trajectories:
+        source = np.full(len(trajectory.token_ids), -1, np.int64)
+        for image in trajectory.images:
+            first = rows[image.key]
+            source[image.span.first_token : image.span.end] = np.arange(
+                first, first + image.span.num_tokens
+            )
+        sources.append(source)
+        for start, end in pairwise((0, *trajectory.branches, len(source))):
+            places = [
+                ImagePlace(span.first_token - start, span.rows // merge, span.columns // merge)
+                for span, *_ in trajectory.images
+                if start <= span.first_token < end
+            ]
+            positions.append(positions_of(end - start, places))
+    return PackedImages(
+        position_ids=torch.from_numpy(np.concatenate(positions, axis=1)).to(device),
+        source=torch.from_numpy(np.concatenate(sources)),
+        grids=tuple((image.span.rows, image.span.columns) for image in different.values()),
+        merge=merge,
+        pixels=tuple(
+            torch.from_numpy(image.pixels).to(device)
+            for image in different.values()
+            if image.pixels is not None
+        ),
     )
 
 
 def _equal_prompts(trajectories: Sequence[TrainTrajectory]) -> list[tuple[int, int]]:
     """Return for each sequence how many tokens an earlier sequence begins with, too, and that one.
 
-    Tokens before the first chosen one are compared, of first branches.
+    Tokens before the first chosen one are compared, and their images, of first branches.
     """
-    first: dict[bytes, int] = {}  # prompt -> sequence
+    first: dict[tuple[object, ...], int] = {}  # prompt and its images -> sequence
     found: list[tuple[int, int]] = []
     for trajectory in trajectories:
         prompt = trajectory.token_ids[: int(trajectory.loss_mask.argmax())]
-        sequence = first.setdefault(prompt.tobytes(), len(found))
+        shown = (image.key for image in trajectory.images if image.span.end <= len(prompt))
+        sequence = first.setdefault((prompt.tobytes(), *shown), len(found))
         is_first = sequence == len(found)
         found.append((0 if is_first else len(prompt), sequence))
         found += [(0, 0)] * len(trajectory.branches)

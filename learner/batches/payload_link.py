@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from importlib.metadata import version as package_version
 
 from slipstream.broker.client import BrokerClient
+from slipstream.broker.images import ImageFetcher
 from slipstream.learner.batches.prefetch import EarlyPlans, PayloadPrefetch
 from slipstream.learner.config import LearnerSettings
-from slipstream.wire.errors import ProtocolError, SlipstreamError
+from slipstream.wire.errors import ImageError, ProtocolError, SlipstreamError
 from slipstream.wire.messages.broker import FetchPayloads, Payloads, Role
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
@@ -17,6 +18,7 @@ from slipstream.wire.process.background import BackgroundLoop
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.05
+_IMAGES_AT_ONCE = 8
 
 
 class PayloadLink:
@@ -63,6 +65,7 @@ class PayloadLink:
                 key_file=settings.run.key_file,
             )
         )
+        self._images = ImageFetcher(self._client)
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return the payloads of delivered trajectories, in the requested order.
@@ -71,6 +74,10 @@ class PayloadLink:
         another step are discarded.
         """
         return self._loop.run(self._fetched(step, keys))
+
+    def fetch_images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Return the files of images of the run; without those that the broker cannot give."""
+        return self._loop.run(self._fetched_images(digests))
 
     def begin_prefetch(self, step: int) -> None:
         """Find the batch of a coming step in the background, and fetch its payloads.
@@ -90,6 +97,20 @@ class PayloadLink:
         if missing:
             found |= zip(missing, await self._ask_payloads(missing), strict=True)
         return [found[key] for key in keys]
+
+    async def _fetched_images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        places = asyncio.Semaphore(_IMAGES_AT_ONCE)
+
+        async def fetch(digest: str) -> None:
+            try:
+                async with places:
+                    found[digest] = await self._images.fetch(digest)
+            except ImageError as error:
+                _log.warning("%s", error)
+
+        await asyncio.gather(*map(fetch, digests))
+        return found
 
     async def _ask_payloads(self, keys: tuple[TrajectoryKey, ...]) -> list[Frame]:
         answer, frames = await self._client.ask(FetchPayloads(keys=keys), Payloads)

@@ -4,20 +4,22 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import msgspec
 
 from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.config import LearnerSettings
-from slipstream.wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError, ImageError
 from slipstream.wire.files.checkpoints import (
     CheckpointInfo,
     read_checkpoint_info,
     readable_checkpoints,
 )
+from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.files.row_order import row_order
+from slipstream.wire.files.run_folder import IMAGES
 from slipstream.wire.files.trajectory_file import (
     DEMONSTRATED,
     NOT_TRAINED,
@@ -271,6 +273,17 @@ class ReplayLink:
         if missing:
             raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
         return [found[key] for key in keys]
+
+    def fetch_images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Return the images next to the file, or in the folder of the run that it is in."""
+        found: dict[str, bytes] = {}
+        folders = [ImageFolder(place / IMAGES) for place in self._path.resolve().parents[:2]]
+        for digest, folder in product(digests, folders):
+            try:
+                found.setdefault(digest, folder.read(digest))
+            except ImageError as error:
+                _log.debug("%s", error)
+        return found
 
     def begin_prefetch(self, step: int) -> None:
         """Do nothing: a file is there already."""

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
+from slipstream.learner.batches.images import ImageReader, seen_images
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import Rejection, StepPlan, groups_of
 from slipstream.learner.batches.packing import ExpertSizes, TrainTrajectory, bars_other_ends, unpack
@@ -44,6 +46,46 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
     )
 
 
+def fetch_images(
+    frames: Sequence[Frame], topology: Topology, link: RankLink | None
+) -> dict[str, bytes]:
+    """Return the files of the images that payloads show, by digest; all ranks call this.
+
+    Those that cannot be had are empty. One rank of the replica has a link.
+
+    Raises:
+        SlipstreamError: on every rank, if any rank could not ask for its images.
+    """
+    digests = sorted({digest for frame in frames for digest in _shown(frame)})
+    contents: list[Frame] | None = None
+    failure: SlipstreamError | None = None
+    if link is not None:
+        try:
+            found = link.fetch_images(digests)
+            contents = [found.get(digest, b"") for digest in digests]
+        except SlipstreamError as error:
+            _log.exception("the step is abandoned: its images cannot be fetched")
+            failure = error
+    if any_rank(failure is not None):
+        raise failure or PeerLostError(
+            "the step is abandoned: another learner rank could not fetch its images, its log has "
+            "the reason"
+        )
+    if topology.sizes.per_replica > 1:
+        contents = broadcast_frames(
+            contents, len(digests), group=topology.replica_group, source=topology.replica_leader
+        )
+    return dict(zip(digests, map(bytes, contents or ()), strict=True))
+
+
+def _shown(frame: Frame) -> list[str]:
+    """Return the digests of a payload's images; none if it cannot be read, which is said later."""
+    try:
+        return [span.digest for span in decode_payload(frame).images]
+    except ProtocolError:
+        return []
+
+
 def unpack_share(
     order: StepPlan,
     topology: Topology,
@@ -53,9 +95,11 @@ def unpack_share(
     longest: int = MAX_TOKENS,
     max_turns: int = MAX_TOKENS,
     experts: ExpertSizes | None = None,
+    images: ImageReader | None = None,
 ) -> dict[int, TrainTrajectory] | Rejection:
     """Return this replica's sequences by index, or the reason that no rank trains the step.
 
+    Without ``images`` the policy sees none.
     All ranks call this with the result of ``fetch_payloads``, and either all train or none.
     """
     headers = order.headers
@@ -63,14 +107,17 @@ def unpack_share(
     is_bad = bars_other_ends(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
+            payload = decode_payload(frame)
             sequences[i] = unpack(
                 headers[i],
-                decode_payload(frame),
+                payload,
                 vocab_size=vocab_size,
                 longest=longest,
                 max_turns=max_turns,
                 experts=experts,
             )
+            seen = seen_images(images, payload.images, sequences[i])
+            sequences[i] = replace(sequences[i], images=seen)
         except ProtocolError as error:
             key = (headers[i].group_id, headers[i].sibling)
             _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)

@@ -29,6 +29,10 @@ def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
         "rope_theta": hf.rotary_base,
         "tie_word_embeddings": hf.tie_word_embeddings,
     }
+    if hf.vision is not None:
+        facts["vision_hidden_size"] = hf.vision.hidden_size
+        facts["vision_depth"] = hf.vision.depth
+        facts["trains_vision"] = hf.trains_vision
     if hf.num_routed_experts:
         facts["num_experts"] = hf.num_routed_experts
         facts["num_experts_per_tok"] = hf.experts_per_token

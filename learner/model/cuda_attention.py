@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences on a GPU: FlashAttention 4, flash-attn 2, or torch's own.
+"""Attention over packed sequences on a GPU: FlashAttention 4, flash-attn 2, or torch's own.
 
 Shapes: T tokens of B sequences; h query heads, g key and value heads, d channels per head.
 """
@@ -23,6 +23,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 _FLASH_4 = "FA4"  # its name in torch's registry
+_WIDTH = 32  # channels of a head for which every kernel is made are a multiple of it
 _AGREE = 0.03  # difference of kernels in bfloat16, relative and absolute
 
 
@@ -157,6 +158,32 @@ def cuda_attention(
     return _varlen(query, key, value, bounds, scale)
 
 
+def attention_in_segments(
+    query: Tensor, key: Tensor, value: Tensor, bounds: AttentionBounds, scale: float
+) -> Tensor:
+    """Return attention [N, h, d] of patches to all of their segment, for [N, h, d] of each.
+
+    Heads of a vision tower have 64, 72 or 80 channels: the last two are padded to 96, as kernels do
+    inside.
+    """
+    width = query.size(-1)
+    missing = -width % _WIDTH
+    query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    if flash_attn_varlen_func is not None and not has_flash_4():
+        output: Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *bounds,
+            softmax_scale=scale,
+            causal=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    else:
+        output = _varlen(query, key, value, bounds, scale, is_causal=False)
+    return output[..., :width]
+
+
 def _varlen(
     query: Tensor,
     key: Tensor,
@@ -164,11 +191,14 @@ def _varlen(
     bounds: AttentionBounds,
     scale: float,
     window: int | None = None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1  # tokens before its own that a token sees
-    chosen = {"scale": scale, "window_size": (before, 0), "enable_gqa": True}
+    after = 0 if is_causal else -1
+    chosen = {"scale": scale, "window_size": (before, after), "enable_gqa": True}
     output = varlen_attn(query, key, value, *bounds, **taken_by(varlen_attn, chosen))
     return output if isinstance(output, Tensor) else output[0]
 

@@ -119,12 +119,27 @@ def refuse_layout(
             "one of them"
         )
     if learner.pipeline_parallel > 1 or named:
-        stage_layers(hf, learner, setting)
+        refuse_few_layers(hf, stage_layers(hf, learner, setting)[0], setting)
     other = "mlp" if hf.num_routed_experts else "moe"
     recomputes = setting == POLICY and learner.recompute == "selective"
     if recomputes and other in learner.recompute_modules:
         raise ConfigError(
             f"learner.recompute_modules has {other!r}, and a {hf.model_type} model has none"
+        )
+
+
+def refuse_few_layers(hf: HfConfig, layers: int, setting: str) -> None:
+    """Refuse a first stage that lacks layers which see features of images.
+
+    Raises:
+        ConfigError: the message names both numbers and the setting.
+    """
+    seeing = 0 if hf.vision is None else len(hf.vision.deepstack_visual_indexes)
+    if layers < seeing:
+        raise ConfigError(
+            f"the first {seeing} layers of {setting} ({hf.model_type}) see features of images, and "
+            f"the first stage has {layers}: give it more by learner.layers_per_stage, or set "
+            "learner.pipeline_parallel or learner.interleaved_chunks lower"
         )
 
 

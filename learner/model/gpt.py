@@ -11,7 +11,7 @@ parallelism; H hidden size, V the vocabulary padded to a multiple of tp.
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -30,7 +30,12 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device, fused_gradients, megatron_repairs
 from slipstream.learner.model.attention import PackedLayout
 from slipstream.learner.model.context import TokenSplit
-from slipstream.learner.model.division import MEGATRON_STAGES, POLICY, refuse_undivided
+from slipstream.learner.model.division import (
+    MEGATRON_STAGES,
+    POLICY,
+    refuse_few_layers,
+    refuse_undivided,
+)
 from slipstream.learner.model.experts.expert_choices import ExpertChoices, choices_of_rank
 from slipstream.learner.model.experts.grouped_experts import activation_of, compute_in_groups
 from slipstream.learner.model.experts.routing import hand_on_choices
@@ -39,6 +44,9 @@ from slipstream.learner.model.layers import install_swiglu, layer_specs
 from slipstream.learner.model.rank_model import RankModel, is_expert
 from slipstream.learner.model.rotary import Rotary
 from slipstream.learner.model.shared_prompts import SharedPrompts
+from slipstream.learner.model.vision.images import PackedImages
+from slipstream.learner.model.vision.seeing_model import SeeingModel
+from slipstream.learner.model.vision.tower import VisionTower
 from slipstream.learner.parallel import HeadShares, ParallelSizes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
@@ -104,7 +112,14 @@ def build_model(
     )
     config.rotary, config.attention_scale = Rotary.of(hf, device.device()), hf.attention_scale
     config.expert_activation = activation_of(hf)
-    return RankModel([_build_chunk(hf, config, number) for number in range(num_chunks(config))], hf)
+    numbers = range(num_chunks(config))
+    chunks = [_build_chunk(hf, config, number) for number in numbers]
+    if hf.vision is not None and chunks[0].pre_process:
+        refuse_few_layers(hf, len(chunks[0].decoder.layers), setting)
+        tower = VisionTower(hf.vision, dtype, recomputes=config.recompute_granularity == "full")
+        chunks[0].see_by(tower.to(device.device()), is_trained=hf.trains_vision)
+        _mark_whole(chunks[0].named_parameters())
+    return RankModel(chunks, hf)
 
 
 def num_chunks(config: TransformerConfig) -> int:
@@ -114,12 +129,14 @@ def num_chunks(config: TransformerConfig) -> int:
 
 def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTModel:
     stage = number if num_chunks(config) > 1 else None
-    model = GPTModel(
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    kind = SeeingModel if is_first and hf.vision is not None else GPTModel
+    model = kind(
         config,
         layer_specs(hf, config, stage),
         vocab_size=padded_vocab_size(hf.vocab_size),
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        pre_process=is_first,
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
@@ -135,11 +152,16 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, number: int) -> GPTMod
         compute_in_groups(layer)
         hand_on_choices(layer)
     model.to(device.device())
-    for name, parameter in model.named_parameters():
+    _mark_whole(model.named_parameters())
+    return model
+
+
+def _mark_whole(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Mark parameters as whole on every rank, unless they are marked as divided."""
+    for name, parameter in named:
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if is_expert(name):
             megatron_repairs.mark_expert(parameter)
-    return model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +169,7 @@ class ModelInput:
     """A packed microbatch in the form that this rank's chunks take."""
 
     token_ids: Tensor  # [T'/c] of this rank, padded
-    position_ids: Tensor  # [T'/c]
+    position_ids: Tensor  # [T'/c], or [3, T'/c] where images have rows and columns
     layout: PackedLayout
     split: TokenSplit
     shared: SharedPrompts | None
@@ -161,6 +183,7 @@ class ModelInput:
         cu_seqlens: Tensor,
         lengths: Sequence[int],
         shared: SharedPrompts | None = None,
+        images: PackedImages | None = None,
     ) -> "ModelInput":
         """Divide a microbatch over ranks.
 
@@ -174,20 +197,27 @@ class ModelInput:
             cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
             lengths: B tokens of each sequence, on the host.
             shared: prompts that are computed once; not under context parallelism.
+            images: images of the sequences; their positions take the place of others.
         """
+        source: Tensor | None = None
+        if images is not None:
+            position_ids, source = images.position_ids, images.source
         if shared is not None:
-            token_ids, position_ids = token_ids[shared.computed], position_ids[shared.computed]
+            token_ids, position_ids = token_ids[shared.computed], position_ids[..., shared.computed]
+            source = None if source is None else source[shared.computed.cpu()]
         split = token_split(config, len(token_ids))
         missing, padded = split.padded - split.count, shared
         if missing:
             where = position_ids.device
             token_ids = F.pad(token_ids, (0, missing))
-            position_ids = torch.cat([position_ids, torch.arange(missing, device=where)])
+            of_padding = torch.arange(missing, device=where).expand(*position_ids.shape[:-1], -1)
+            position_ids = torch.cat([position_ids, of_padding], dim=-1)
+            source = None if source is None else F.pad(source, (0, missing), value=-1)
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
             lengths = [*lengths, missing]
             padded = None if shared is None else shared.padded(missing)
         whole = dataclasses.replace(split, count=split.padded)
-        positions = whole.mine(position_ids)
+        positions = whole.mine(position_ids.movedim(-1, 0)).movedim(0, -1)
         layout = PackedLayout(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens if padded is None else padded.cu_queries,
@@ -199,6 +229,8 @@ class ModelInput:
             split=split,
             shared=padded,
         )
+        if images is not None and source is not None:
+            layout.images = images.of_rank(_of_tensor_rank(whole.mine(source), config))
         return cls(whole.mine(token_ids), positions, layout, split, shared)
 
     def recording(self, record: MutableMapping[int, Tensor]) -> "ModelInput":
@@ -211,10 +243,7 @@ class ModelInput:
 
     def choosing(self, experts: Tensor, config: TransformerConfig) -> "ModelInput":
         """Return the microbatch; its routers choose these for all its tokens, [T, L, k]."""
-        ranks, rank = 1, 0
-        if config.sequence_parallel:
-            ranks = parallel_state.get_tensor_model_parallel_world_size()
-            rank = parallel_state.get_tensor_model_parallel_rank()
+        ranks, rank = _sequence_ranks(config)
         return self.repeating(choices_of_rank(experts, self.split, ranks=ranks, rank=rank))
 
     def _choosing(self, choices: ExpertChoices) -> "ModelInput":
@@ -240,6 +269,21 @@ class ModelInput:
             return hidden
         hidden = hidden[: self.split.count]
         return hidden if self.shared is None else self.shared.of_all(hidden)
+
+
+def _sequence_ranks(config: TransformerConfig) -> tuple[int, int]:
+    """Return over how many ranks sequence parallelism divides tokens, and this rank among them."""
+    if not config.sequence_parallel:
+        return 1, 0
+    ranks: int = parallel_state.get_tensor_model_parallel_world_size()
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return ranks, rank
+
+
+def _of_tensor_rank(values: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the values of the tokens that sequence parallelism leaves to this rank."""
+    ranks, rank = _sequence_ranks(config)
+    return values.chunk(ranks)[rank]
 
 
 def token_split(config: TransformerConfig, count: int) -> TokenSplit:

@@ -44,6 +44,8 @@ class Rotary:
     frequencies: Tensor  # [r/2] float32 on the model's device, radians per position
     scale: float = 1.0  # factor of cosine and sine, for queries and keys (YaRN's attention factor)
     in_pairs: bool = False
+    # [r/2] axis whose position turns each channel; None where tokens have one position.
+    axes: Tensor | None = None
 
     @classmethod
     def of(cls, hf: HfConfig, device: torch.device) -> "Rotary":
@@ -57,11 +59,14 @@ class Rotary:
                 frequencies, scale = _yarn(frequencies, hf.rope, hf), hf.rope.rotary_scale
             case _:
                 pass
-        return cls(frequencies.to(device), scale, hf.family.turns_pairs)
+        axes = torch.tensor(hf.rotary_axes, device=device) if hf.rotary_axes else None
+        return cls(frequencies.to(device), scale, hf.family.turns_pairs, axes)
 
     def at(self, position_ids: Tensor) -> Rotation:
-        """Return the rotation of tokens at these positions, [T] int."""
-        angles = (position_ids.float()[:, None] * self.frequencies)[:, None]
+        """Return the rotation of tokens at these positions, [T] or [3, T] int."""
+        at = position_ids.float()
+        by_channel = at[:, None] if at.dim() == 1 or self.axes is None else at[self.axes].T
+        angles = (by_channel * self.frequencies)[:, None]
         return Rotation(angles.cos() * self.scale, angles.sin() * self.scale, self.in_pairs)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.kernels import replaced_calls
+from slipstream.learner.batches.images import ImageReader, law_of
 from slipstream.learner.batches.links import RankLink
 from slipstream.learner.batches.orders import (
     NonFiniteError,
@@ -17,7 +18,7 @@ from slipstream.learner.batches.orders import (
     num_flops,
 )
 from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
-from slipstream.learner.batches.share import fetch_payloads, unpack_share
+from slipstream.learner.batches.share import fetch_images, fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.device import device
 from slipstream.learner.model.topology import Topology
@@ -26,6 +27,7 @@ from slipstream.learner.record.throughput import StepWork
 from slipstream.learner.training.policy import Policy
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
+from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import MAX_TOKENS
 from slipstream.wire.models.flops import SequenceCost
 from slipstream.wire.models.hf_config import HfConfig
@@ -76,6 +78,7 @@ class BatchTraining:
         acts = settings.environment
         self._max_turns = MAX_TOKENS if is_replay else acts.max_turns if acts.is_named else 0
         self._cost = SequenceCost.of(policy.model.hf_config, settings.adapters)
+        self._law = law_of(policy.model.hf_config, settings.model)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
         """Train a batch. A rejection holds on every rank, and no weight has changed then.
@@ -137,10 +140,19 @@ class BatchTraining:
             ),
         )
 
+    def _images(self, frames: Sequence[Frame]) -> ImageReader | None:
+        """Return what reads the images of payloads; None for a policy that sees none."""
+        if self._law is None:
+            return None
+        contents = fetch_images(frames, self._topology, self._link)
+        has_tower = self._policy.model.first is not None
+        return ImageReader(self._law, contents if has_tower else None)
+
     def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:
         """Return this rank's microbatches by minibatch, and prefetch the next batch."""
         with self._clock.phase("fetch"):
             frames = fetch_payloads(order, self._topology, self._link)
+            images = self._images(frames)
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(order.step + 1)
         with self._clock.phase("pack"):
@@ -153,6 +165,7 @@ class BatchTraining:
                 longest=settings.environment.longest(settings.sampling),
                 max_turns=self._max_turns,
                 experts=expert_sizes(hf) if settings.run.routing_replay == "R3" else None,
+                images=images,
             )
             if isinstance(sequences, Rejection):
                 return sequences

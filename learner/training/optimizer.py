@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from typing_extensions import override
 
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.training.narrow_adam import MOMENTS, NarrowAdamW, no_updates
+from slipstream.wire.models.families.tables import TOWER
 
 MegatronOptimizer = Any  # megatron is untyped
+_OF_VISION = "is_decoupled_lr"  # Megatron's mark of groups with a rate of their own
 _OF_CLIPPING = 1e-6  # added to a norm that divides, as in Megatron
 _HYBRID_SETTINGS = (
     "offload_fraction",
@@ -39,7 +43,8 @@ def make_scheduler(
     steps taken comes from the checkpoint. learner.lr_min is reached at ``decay_steps``.
     """
     warmup = settings.lr_warmup_steps
-    return OptimizerParamScheduler(
+    return _Scheduler(
+        settings.vision_lr_scale,
         optimizer,
         init_lr=settings.lr / (warmup + 1),
         max_lr=settings.lr,
@@ -56,6 +61,31 @@ def make_scheduler(
         wsd_decay_steps=settings.wsd_decay_steps,
         lr_wsd_decay_style=settings.wsd_decay,
     )
+
+
+class _Scheduler(OptimizerParamScheduler):  # type: ignore[misc]  # megatron is untyped
+    """A scheduler with a factor on the rate of the vision tower."""
+
+    def __init__(self, vision_scale: float, *given: object, **named: object) -> None:
+        self._vision_scale = vision_scale
+        super().__init__(*given, **named)
+
+    @override
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the rate of a group of parameters."""
+        rate: float = super().get_lr(param_group)
+        return rate * (self._vision_scale if param_group.get(_OF_VISION) else 1.0)
+
+
+def overrides(config: OptimizerConfig, *, trains_vision: bool) -> dict[ParamKey, Any] | None:
+    """Return what some parameters have of their own; None is Megatron's usual.
+
+    Those of a vision tower are groups of their own, whatever their rate: a checkpoint has them.
+    """
+    if not trains_vision:
+        return None
+    usual: dict[ParamKey, Any] = get_standard_config_overrides(config)
+    return usual | {ParamKey(name=f"*{TOWER}*"): {_OF_VISION: True}}
 
 
 def use_fused_kernels(optimizer: MegatronOptimizer) -> None:

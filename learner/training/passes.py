@@ -179,6 +179,7 @@ class ModelPasses(Generic[Output]):
                 batch.cu_seqlens,
                 batch.lengths,
                 batch.shared,
+                batch.images,
             )
             given = self._replaying(batch, given, trains=trains)
 

@@ -30,6 +30,7 @@ from slipstream.learner.training.optimizer import (
     make_scheduler,
     narrow_moments,
     optimizer_tensors,
+    overrides,
     put_steps_in_place,
     step_with,
     use_fused_kernels,
@@ -105,7 +106,13 @@ class Trainable(Head[Output]):
         self._chunks = _wrapped_chunks(model, exchanges)
         list(model.named_weights())  # those of single experts are made while weights are here
         self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
-        self._optimizer = _optimizer_of(self._chunks, settings, model.config, exchanges)
+        self._optimizer = _optimizer_of(
+            self._chunks,
+            settings,
+            model.config,
+            exchanges,
+            trains_vision=model.hf_config.trains_vision,
+        )
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
         take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
@@ -280,28 +287,30 @@ def _optimizer_of(
     settings: LearnerSection,
     config: TransformerConfig,
     exchanges: DistributedDataParallelConfig,
+    *,
+    trains_vision: bool,
 ) -> MegatronOptimizer:
     share_on_host = settings.optimizer_offload_fraction
+    how = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.lr_min,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=exchanges.use_distributed_optimizer,
+        overlap_param_gather=exchanges.overlap_param_gather,
+        optimizer_cpu_offload=share_on_host > 0,
+        optimizer_offload_fraction=share_on_host,
+        overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,
+        use_precision_aware_optimizer=share_on_host > 0,
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.lr_min,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_epsilon,
-            clip_grad=settings.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=exchanges.use_distributed_optimizer,
-            overlap_param_gather=exchanges.overlap_param_gather,
-            optimizer_cpu_offload=share_on_host > 0,
-            optimizer_offload_fraction=share_on_host,
-            overlap_cpu_optimizer_d2h_h2d=share_on_host > 0,
-            use_precision_aware_optimizer=share_on_host > 0,
-        ),
-        chunks,
+        how, chunks, config_overrides=overrides(how, trains_vision=trains_vision)
     )
     if share_on_host:
         gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself

@@ -115,6 +115,20 @@ def test_learner_engine_and_transformers_agree_at_every_layer(
             assert value <= (0.0 if point.endswith("experts") else 1e-4), (pair, point)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_in_one_pack_are_seen_as_transformers_sees_each_alone(
+    model: Callable[[str], Path], tmp_path: Path, name: str
+):
+    """Positions are equal there, and logits; in bfloat16 as far as its digits go."""
+    work = tmp_path / "work"
+    outputs(start_ranks("support.ranks.seen", model(name), work, 1))
+    (report,) = reports(work, 1)
+    difference, largest = report["float32"]
+    assert difference < 1e-4 * largest
+    difference, largest = report["bfloat16"]
+    assert difference < 0.06 * largest
+
+
 @pytest.mark.slow  # the test above has their plain form
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss"])
 def test_published_forms_are_aligned_as_they_are(

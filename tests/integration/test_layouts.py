@@ -29,6 +29,7 @@ class Family(NamedTuple):
     name: str
     layers: int = 2
     heads: int = 4
+    vision: str = "frozen"
 
 
 DENSE, TIED, EXPERTS = Family("qwen3", 4), Family("qwen2"), Family("qwen3_moe")
@@ -42,7 +43,12 @@ HYBRID, HYBRID_EXPERTS = Family("qwen3_5", 4), Family("qwen3_5_moe")
 NEXT, FEW_HYBRID = Family("qwen3_next"), Family("qwen3_5", 4, heads=2)
 # Windows in every second layer, and sinks.
 SINKS, DEEP_SINKS = Family("gpt_oss"), Family("gpt_oss", 4)
-BY_TRANSFORMERS = {*LATENTS, HYBRID, HYBRID_EXPERTS, NEXT, FEW_HYBRID, SINKS, DEEP_SINKS}
+# A vision tower; features of it in the first two layers (qwen3_vl).
+SEEING, SEEING_TRAINED = Family("qwen3_vl", 4), Family("qwen3_vl", 4, vision="trained")
+WINDOWED, WINDOWED_TRAINED = Family("qwen2_5_vl"), Family("qwen2_5_vl", vision="trained")
+DEEP_SEEING = Family("qwen3_vl", 8, vision="trained")
+SIGHTED = SEEING, SEEING_TRAINED, WINDOWED, WINDOWED_TRAINED
+MADE_HERE = {DENSE, TIED, EXPERTS, FEW_HEADS, ONE_HEAD, FEW_EXPERTS, Family("qwen3_moe", 4)}
 
 
 class Layout(NamedTuple):
@@ -64,6 +70,7 @@ QUICK = [
     Layout("pp2-chunks2", 2, DENSE, {"pipeline_parallel": 2, "interleaved_chunks": 2}),
     layout("tp2-cp2", 4, HYBRID, tensor=2, context=2),  # it has attention, too
     layout("cp2-ep2", 2, SINKS, context=2, expert=2),
+    layout("tp2-cp2", 4, SEEING_TRAINED, tensor=2, context=2),  # ranks have tokens of one image
     # On two hosts, whose second has the last stage. Experts are computed again when another
     # microbatch has been through their layers.
     Layout(
@@ -162,6 +169,31 @@ SLOW = [
             "recompute_modules": ["moe"],
         },
     ),
+    *(
+        entry
+        for family in SIGHTED
+        for entry in (
+            layout("dp2", 2, family),
+            layout("tp2", 2, family, tensor=2),
+            layout("cp2", 2, family, context=2),
+            layout("pp2", 2, family, pipeline=2),
+        )
+    ),
+    layout("tp2-pp2", 4, SEEING, tensor=2, pipeline=2),
+    layout("tp2-pp2", 4, SEEING_TRAINED, tensor=2, pipeline=2),
+    layout("tp2-cp2", 4, WINDOWED_TRAINED, tensor=2, context=2),
+    Layout(
+        "tp2-whole-tokens", 2, SEEING_TRAINED, {"tensor_parallel": 2, "sequence_parallel": False}
+    ),
+    Layout("recompute", 1, SEEING_TRAINED, {"recompute": "full"}),
+    Layout("recompute", 1, WINDOWED_TRAINED, {"recompute": "full"}),
+    Layout("offload", 1, SEEING_TRAINED, {"offload": OFFLOAD}),
+    Layout(
+        "pp2-chunks2-recompute",
+        2,
+        DEEP_SEEING,
+        {"pipeline_parallel": 2, "interleaved_chunks": 2, "recompute": "full"},
+    ),
     layout("pp2-ep2", 4, EXPERTS, pipeline=2, expert=2),
     layout("tp2-ep2", 2, LATENT, tensor=2, expert=2),
     layout("cp2", 2, LATENT, context=2),
@@ -201,7 +233,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
         changed = {"num_hidden_layers": family.layers, "num_attention_heads": family.heads}
         if family.heads < 4:
             changed["num_key_value_heads"] = family.heads if family in LATENTS else 1
-        write = write_family if family in BY_TRANSFORMERS else write_tiny_model
+        write = write_tiny_model if family in MADE_HERE else write_family
         model = write(folder / "model", family.name, **changed)
         other = Path(shutil.copytree(model, folder / "reference"))
         generator = torch.Generator().manual_seed(11)
@@ -210,7 +242,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Alone]
             for name, tensor in sorted(load_file(other / "model.safetensors").items())
         }
         save_file(moved, other / "model.safetensors", metadata={"format": "pt"})
-        outputs(start_ranks(PROGRAM, model, folder / "one", 1))
+        outputs(start_ranks(PROGRAM, model, folder / "one", 1, vision=family.vision))
         (report,) = reports(folder / "one", 1)
         return Alone(model, folder / "one", report)
 
@@ -260,7 +292,8 @@ def test_a_step_is_the_same_however_it_is_laid_out(
     work = tmp_path / "work"
     # The reference policy is beside the folder of the ranks.
     (tmp_path / "reference").symlink_to(one.work.parent / "reference")
-    outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **laid_out.learner))
+    learner = laid_out.learner | {"vision": laid_out.family.vision}
+    outputs(start_ranks(PROGRAM, one.model, work, laid_out.ranks, **learner))
     section = LearnerSection(ranks=laid_out.ranks, **laid_out.learner)
     has_experts = laid_out.family in {
         EXPERTS,
@@ -284,10 +317,15 @@ def test_a_step_is_the_same_however_it_is_laid_out(
         for algorithm, figures in one.report["figures"].items():
             found = report["figures"][algorithm]
             assert found == pytest.approx(figures, rel=2e-4, abs=2e-6), algorithm
+    before = load_file(one.model / "model.safetensors")
     for algorithm in one.report["figures"]:
         expected = load_file(one.work / algorithm / "model.safetensors")
         trained = load_file(work / algorithm / "model.safetensors")
         assert trained.keys() == expected.keys()
+        seeing = [name for name in trained if "visual." in name]
+        assert bool(seeing) is (laid_out.family in {*SIGHTED, DEEP_SEEING})
+        stayed = [name for name in seeing if trained[name].equal(before[name])]
+        assert stayed == (seeing if laid_out.family.vision == "frozen" else [])
         for tensor, value in expected.items():
             if "k_proj.bias" not in tensor:  # its true gradient is 0: softmax does not see it
                 difference = (trained[tensor] - value).abs().max()

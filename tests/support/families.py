@@ -6,8 +6,9 @@ Usage: families FOLDER FAMILY [KEY=JSON ...]
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.support.family_models import MODELS, SHAPE
+from tests.support.family_models import IMAGE_TOKEN, MODELS, SHAPE
 from tests.support.ranks.run import outputs, start
 
 
@@ -35,22 +36,39 @@ HUB: dict[object, dict[str, object]] = {
 }
 
 
+def as_wrapped(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model that sees images, for that of its language model."""
+    around = ("vision_config", "tie_word_embeddings")
+    text = {key: value for key, value in settings.items() if key not in around}
+    return {
+        "model_type": settings["model_type"].removesuffix("_text"),
+        "text_config": text,
+        "image_token_id": IMAGE_TOKEN,
+        **{key: settings[key] for key in around},
+    }
+
+
 def main(folder: Path, name: str, *changes: str) -> None:
     """Write a model; every tensor is random, so that mix-ups show."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     changed = dict(one.split("=", 1) for one in changes)
     settings = {**SHAPE, **MODELS[name], **{k: json.loads(v) for k, v in changed.items()}}
-    config = AutoConfig.for_model(**settings)
+    if "vision_config" in settings:
+        config, kind = AutoConfig.for_model(**as_wrapped(settings)), AutoModelForImageTextToText
+    else:
+        config, kind = AutoConfig.for_model(**settings), AutoModelForCausalLM
     generator = torch.Generator().manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if not tensor.is_floating_point() or "inv_freq" in key:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
-            if key.endswith("norm.weight") or "layernorm" in key:
+            if key.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")) or (
+                "layernorm" in key
+            ):
                 tensor.add_(0.2 * noise)  # noise around 1, or around 0 if the norm adds 1
             elif key.endswith("gate.weight"):
                 tensor.copy_(noise)  # so that experts are far from equal

@@ -48,6 +48,15 @@ _SHARED = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+IMAGE_TOKEN = 130  # of those that see images: no token of their texts
+_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+}
 # What differs from SHAPE, by name: a family, with what of it.
 MODELS: dict[str, dict[str, object]] = {
     "llama": {
@@ -75,6 +84,32 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen3_next": {**_HYBRID, **_SHARED, "model_type": "qwen3_next", "norm_topk_prob": True},
     "qwen3_5": {**_HYBRID, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
     "qwen3_5_moe": {**_HYBRID, **_SHARED, "model_type": "qwen3_5_moe_text"},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
+        # Windows of two tokens each way.
+        "vision_config": {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "vision_config": {
+            **_VISION,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {
         **_LATENT,

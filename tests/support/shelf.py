@@ -364,6 +364,100 @@ def _with_pictures(model_type: str, text: Config, *, tied: bool) -> Config:
     }
 
 
+def _qwen2_5_vl(*sizes: int, tied: bool) -> Config:
+    """Return a config.json of one level, with the tower of all sizes."""
+    return {
+        **_sizes(*sizes),
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "image_token_id": 151655,
+        "max_position_embeddings": 128000,
+        "max_window_layers": sizes[2],
+        "model_type": "qwen2_5_vl",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "video_token_id": 151656,
+        "vision_config": {
+            "depth": 32,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "in_chans": 3,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": sizes[0],
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 2,
+            "window_size": 112,
+        },
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+        "vision_token_id": 151654,
+    }
+
+
+_SMALL_VISION = (24, 1024, 4096, [5, 11, 17])
+_LARGE_VISION = (27, 1152, 4304, [8, 16, 24])
+
+
+def _qwen3_vl(*sizes: int, tied: bool, vision: tuple[int, int, int, list[int]]) -> Config:
+    depth, hidden, inner, seen = vision
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_sizes(*sizes),
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_type": "default",
+            },
+            "rope_theta": 5000000,
+            "tie_word_embeddings": tied,
+        },
+        "tie_word_embeddings": tied,
+        "video_token_id": 151656,
+        "vision_config": {
+            "deepstack_visual_indexes": seen,
+            "depth": depth,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": hidden,
+            "in_channels": 3,
+            "initializer_range": 0.02,
+            "intermediate_size": inner,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": sizes[0],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }
+
+
 SHELF: dict[str, Published] = {
     "meta-llama/Llama-2-7b-hf": Published(
         6.74, _llama(4096, 11008, 32, 32, 32, 32000, theta=None, max_position_embeddings=4096)
@@ -557,6 +651,22 @@ SHELF: dict[str, Published] = {
         },
         0.07,
     ),
+    # Counted with their vision towers.
+    "Qwen/Qwen2.5-VL-3B-Instruct": Published(
+        3.755, _qwen2_5_vl(2048, 11008, 36, 16, 2, 151936, tied=True)
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": Published(
+        8.292, _qwen2_5_vl(3584, 18944, 28, 28, 4, 152064, tied=False)
+    ),
+    "Qwen/Qwen3-VL-2B-Instruct": Published(
+        2.128, _qwen3_vl(2048, 6144, 28, 16, 8, 151936, tied=True, vision=_SMALL_VISION)
+    ),
+    "Qwen/Qwen3-VL-4B-Instruct": Published(
+        4.438, _qwen3_vl(2560, 9728, 36, 32, 8, 151936, tied=True, vision=_SMALL_VISION)
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": Published(
+        8.767, _qwen3_vl(4096, 12288, 36, 32, 8, 151936, tied=False, vision=_LARGE_VISION)
+    ),
     # Sizes of table 1 of arXiv:2508.10925; the page counts bytes of blocks.
     "openai/gpt-oss-20b": Published(20.91, _gpt_oss(24, 32)),
     "openai/gpt-oss-120b": Published(116.83, _gpt_oss(36, 128)),
@@ -580,7 +690,7 @@ REFUSED = {
     "moonshotai/Kimi-K2-Instruct": ("kimi_k2", "its family has no table"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("nemotron_h", "layers of Mamba-2"),
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": ("qwen3_omni_moe", "it hears and sees"),
-    "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", "pictures in prompts"),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl_moe", "pictures next to experts"),
     "zai-org/GLM-4.7-Flash": ("glm4_moe_lite", "its family has no table"),
     "zai-org/GLM-5": ("glm_moe_dsa", "attention to chosen tokens alone (DSA)"),
 }

@@ -12,6 +12,7 @@ from slipstream.wire.models.config_keys import FIXED_KEYS, IGNORED_KEYS, KEYS_OF
 from slipstream.wire.models.families.registry import FAMILIES, SCALE_SUFFIX, layer_of
 from slipstream.wire.models.families.tables import (
     FULL_ATTENTION,
+    HF_TOWER,
     Family,
     LayerKind,
     Parameter,
@@ -20,10 +21,11 @@ from slipstream.wire.models.families.tables import (
 )
 from slipstream.wire.models.model_files import refuse_no_model
 from slipstream.wire.models.tokenizer_hash import numbered_tokens, tokenizer_hash
+from slipstream.wire.models.vision_config import VisionConfig, vision_config
 from slipstream.wire.unreadable import UNREADABLE
 
 _WITHIN = "model.language_model."  # beginning of names of a language model within another
-_OF_PICTURES = ("model.visual.", "visual.")
+_TOWER_WITHIN = "model.visual."  # the same of the tower's
 DEFAULT_ROPE_THETA = 10_000.0
 # Keys of a rotary embedding that its rule reads, besides those of all rules.
 _SCALED = frozenset({"factor", "original_max_position_embeddings"})
@@ -81,8 +83,9 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def scaling(self) -> str:
-        """The name of the scaling rule."""
-        return self.rope_type or self.type or "default"
+        """The name of the scaling rule; the one of several axes scales nothing."""
+        name = self.rope_type or self.type or "default"
+        return "default" if name == "mrope" else name
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +149,9 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config: Quantization | None = None
     # True of a language model that is one part of a folder's model, next to an encoder of pictures.
     is_wrapped: bool = False
+    vision: VisionConfig | None = None  # the tower by which it sees images
+    image_token: int | None = None  # id of the tokens in the place of an image
+    trains_vision: bool = False  # True if the tower is trained and published, too
 
     @property
     def kv_channels(self) -> int:
@@ -172,6 +178,42 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         nested = self.rope.partial_rotary_factor
         share = nested if nested is not None else self.partial_rotary_factor
         return share if share is not None else 1.0
+
+    @property
+    def rotary_axes(self) -> tuple[int, ...]:
+        """Axis by which each pair of channels turns: 0, 1 or 2; none where all have one position.
+
+        A token of an image has three positions: of its frame, its row and its column (Wang et al.
+        2024, arXiv:2409.12191, 2.1).
+        """
+        tower = self.family.tower
+        if tower is None or self.vision is None:
+            return ()
+        sections = self.rope.mrope_section or tower.axes
+        if not tower.interleaves_axes:
+            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        axes = [0] * (self.rotary_channels // 2)
+        for axis in (1, 2):
+            places = range(axis, 3 * sections[axis], 3)
+            axes[axis : 3 * sections[axis] : 3] = [axis] * len(places)
+        return tuple(axes)
+
+    @property
+    def tower_parts(self) -> Mapping[str, int]:
+        """Numbers of the parts of a tower that is trained; none of another's."""
+        return self.vision.parts if self.vision is not None and self.trains_vision else {}
+
+    @property
+    def tower_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the vision tower, trained or not, by its name alone."""
+        tower = self.family.tower
+        if tower is None or self.vision is None:
+            return {}
+        return {
+            tensor.name: tensor.whole_shape(self.sizes)
+            for _, parameter in tower.parameters(self.vision.parts)
+            for tensor in parameter.tensors
+        }
 
     @property
     def num_query_groups(self) -> int:
@@ -235,7 +277,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         further, first = self.family.further, self.num_hidden_layers
         if name.endswith(SCALE_SUFFIX):
             return False
-        if self.is_wrapped and name.startswith(_OF_PICTURES):
+        if self.is_wrapped and name.startswith((HF_TOWER, _TOWER_WITHIN)):
             return True
         if further:  # a layer after the last one is another model's, not one of these
             return name.startswith(further)
@@ -244,7 +286,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def may_keep(self) -> bool:
         """True if a folder of it may have tensors that it ``keeps``."""
-        return self.is_wrapped or bool(self.family.further or self.num_nextn_predict_layers)
+        is_wrapped = self.is_wrapped and not self.trains_vision
+        return is_wrapped or bool(self.family.further or self.num_nextn_predict_layers)
 
     @property
     def state_size(self) -> int:
@@ -348,6 +391,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             "linear_gates": 2 * self.linear_num_value_heads,
             "linear_head": self.linear_value_head_dim,
             "taps": self.linear_conv_kernel_dim,
+            **(self.vision.sizes if self.vision is not None else {}),
         }
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -370,6 +414,11 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.family.num_parameters(self, self.sizes)
 
     @property
+    def num_tower_parameters(self) -> int:
+        """The number of the vision tower's parameters that are not trained, and not among those."""
+        return 0 if self.tower_parts else sum(map(math.prod, self.tower_shapes.values()))
+
+    @property
     def num_attention_parameters(self) -> int:
         """Number of parameters of the attention's projections and the embedding."""
         projections = sum(
@@ -383,7 +432,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def name_alone(name: str) -> str:
-    """Return the name that a tensor of a language model within another would have alone."""
+    """Return the name that a tensor of a language model within another would have alone.
+
+    Those of a vision tower have the one that they were first published under.
+    """
+    if name.startswith(_TOWER_WITHIN):
+        return name.removeprefix("model.")
     within = _WITHIN if name.startswith(_WITHIN) else ""
     return ("model." if within else "") + name.removeprefix(within)
 
@@ -449,7 +503,7 @@ def load_hf_config(
         family = family_of(found, families)
         if isinstance(family, str):
             raise ConfigError(f"{path} {family} ({setting})")
-        is_wrapped = found.get("model_type") != family.model_type
+        is_wrapped, whole = found.get("model_type") != family.model_type, found
         if is_wrapped:
             of_text = text_keys(found, family)
             if isinstance(of_text, str):
@@ -460,6 +514,13 @@ def load_hf_config(
         named = {family.renamed.get(key, key): value for key, value in found.items()}
         given = {key: value for key, value in named.items() if value is not None}
         given |= {"model_type": family.model_type, "is_wrapped": is_wrapped}
+        if family.tower is not None:
+            vision = vision_config(
+                whole.get("vision_config"), family.tower, given.get("hidden_size")
+            )
+            if isinstance(vision, str):
+                raise ConfigError(f"{path}: {vision} ({setting})")
+            given |= {"vision": vision, "image_token": whole.get("image_token_id")}
         config = msgspec.convert({**family.defaults, **given}, HfConfig, str_keys=True, strict=True)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
@@ -487,11 +548,24 @@ def family_of(found: Mapping[str, Any], families: Mapping[str, Family]) -> Famil
 
 # Keys around text_config that concern the language model; the others are of pictures.
 _AROUND_TEXT = ("tie_word_embeddings", "quantization_config")
+# Keys of pictures among those of the language model, as Qwen2.5-VL was published.
+_AMONG_TEXT = frozenset(
+    {
+        "image_token_id",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    }
+)
 
 
 def text_keys(found: Mapping[str, Any], family: Family) -> dict[str, Any] | str:
     """Return the keys of a language model in text_config, or what is wrong with them."""
     text = found.get("text_config")
+    if text is None and family.tower is not None:
+        return {key: value for key, value in found.items() if key not in _AMONG_TEXT}
     if not isinstance(text, dict) or text.get("model_type") not in {None, family.model_type}:
         got = text.get("model_type") if isinstance(text, dict) else text
         return f"text_config must have model_type {family.model_type!r}, got {got!r}"
@@ -718,6 +792,23 @@ def _rule_trouble(config: HfConfig, family: Family) -> str:
         )
     if "mrope_section" not in family.keys and (rope.mrope_section or rope.mrope_interleaved):
         return f"mrope_section is not known of a {family.model_type} model, which reads texts alone"
+    return _axes_trouble(config, family)
+
+
+def _axes_trouble(config: HfConfig, family: Family) -> str:
+    """Return why channels cannot turn by three axes."""
+    tower, rope = family.tower, config.rope
+    if tower is None:
+        return ""
+    sections, pairs = rope.mrope_section or tower.axes, config.rotary_channels // 2
+    if len(sections) != len(tower.axes) or sum(sections) != pairs or min(sections) < 0:
+        return f"mrope_section must have three numbers with the sum {pairs}, got {list(sections)}"
+    if tower.interleaves_axes and max(3 * sections[axis] + axis - 3 for axis in (1, 2)) >= pairs:
+        return f"mrope_section has more channels in turn than there are, got {list(sections)}"
+    if rope.mrope_interleaved and not tower.interleaves_axes:
+        return "mrope_interleaved must be false"
+    if not rope.mrope_interleaved and tower.interleaves_axes:
+        return "mrope_interleaved must be true: engines read it, and transformers turns so always"
     return ""
 
 

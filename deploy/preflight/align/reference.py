@@ -21,7 +21,12 @@ _ARRAY = np.ndarray[Any, Any]
 
 def main(model_folder: str, folder: Path, dtype: str) -> None:
     """Record a model's outputs."""
-    from transformers import AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     found: dict[str, list[_ARRAY]] = {}
 
@@ -34,8 +39,11 @@ def main(model_folder: str, folder: Path, dtype: str) -> None:
 
         return record
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
-    for number, layer in enumerate(model.model.layers):
+    writes = type(AutoConfig.from_pretrained(model_folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForCausalLM if writes else AutoModelForImageTextToText
+    model = kind.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    text = getattr(model.model, "language_model", model.model)
+    for number, layer in enumerate(text.layers):
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
         attention = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
         parts = [("attention", attention), ("mlp", mlp)]

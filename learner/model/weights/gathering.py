@@ -17,7 +17,7 @@ from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.device import device
 from slipstream.learner.model.rank_model import TIED_OUTPUT, RankModel, is_expert
 from slipstream.learner.model.weights.shards import Shard, ShardFacts
-from slipstream.wire.models.families.tables import Parameter
+from slipstream.wire.models.families.tables import TOWER, Parameter
 
 
 def split_of(name: str, parameter: Tensor) -> tuple[int | None, int, int]:
@@ -51,10 +51,13 @@ def owned_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
 def held_shards(model: RankModel) -> Iterator[tuple[str, Shard]]:
     """Yield the parts of the weights that this rank has a copy of; tied embeddings once.
 
+    A vision tower that is not trained is left out: engines and exports have it from the folder.
     Only the first tensor-parallel rank yields parameters that tensor parallelism does not split.
     """
     for name, parameter in model.named_weights():
         if name == TIED_OUTPUT and model.hf_config.tie_word_embeddings:
+            continue
+        if name.startswith(TOWER) and not model.hf_config.trains_vision:
             continue
         dim, rank, ranks = split_of(name, parameter)
         if is_expert(name):

@@ -125,7 +125,7 @@ class HfTensors:
         if hf.quantization_config is not None and hf.quantization_config.weight_block_size:
             self._block = hf.quantization_config.weight_block_size
         shapes = self._expected(hf)
-        for name, shape in shapes.items():
+        for name, shape in {**shapes, **hf.tower_shapes}.items():
             if name not in self._file_of:
                 raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
             got = self._shape(name)

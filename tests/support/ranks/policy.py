@@ -29,12 +29,14 @@ from slipstream.learner.training.step import train_step
 from slipstream.learner.training.step_data import StepData
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.models.hf_config import name_alone
 from slipstream.wire.models.model_files import WEIGHTS
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RoutingReplay
 from tests.support.published_parts import written_tensors
 from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
+from tests.support.seen_images import with_images
 from tests.support.tiny_models import sequences
 from tests.support.waiting import HANG_S
 
@@ -147,7 +149,8 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainTrajectory) -> list[fl
     given = (tokens, torch.arange(count), torch.tensor([0, count], dtype=torch.int32))
     with torch.no_grad():
         on_device = [one.to(device.device()) for one in given]
-        logits = packed_logits(model, *on_device, [count]).cpu()
+        images = pack([sequence], device.device()).images
+        logits = packed_logits(model, *on_device, [count], images).cpu()
     values = [0.0]
     for t in range(1, count):
         row = (logits[t - 1] / sequence.temperature)[: model.hf_config.vocab_size].clone()
@@ -278,7 +281,9 @@ def published(
     torch.distributed.barrier()
     if topology.rank != 0:
         return []
-    views, right = written_tensors(writer, 1), load_file(exported / WEIGHTS)
+    views, shapes = written_tensors(writer, 1), policy.model.hf_config.tensor_shapes
+    alone = {name_alone(name): tensor for name, tensor in load_file(exported / WEIGHTS).items()}
+    right = {name: tensor for name, tensor in alone.items() if name in shapes}
     assert views.keys() == right.keys()
     return sorted(name for name, view in views.items() if not view.equal(right[name]))
 
@@ -295,7 +300,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
 
     Trainable.bucket_parameters = 20_000  # a tiny model fits into one bucket of the usual size
     hf = load_hf_config(folder)
-    everything = with_experts(train_sequences(), hf)
+    everything = with_images(with_experts(train_sequences(), hf), hf)
     plans, minibatches = planned(everything, learner, topology, minibatches=2, max_tokens=24)
     report: dict[str, object] = {"num_microbatches": [len(batches) for batches in minibatches]}
     figures = {}

@@ -30,7 +30,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
         save_hf_folder,
     )
     from slipstream.learner.publish.weight_writer import WeightWriter
-    from slipstream.wire.models.hf_config import load_hf_config
+    from slipstream.wire.models.hf_config import load_hf_config, name_alone
 
     report = {}
     for name in names:
@@ -38,7 +38,10 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, *nam
             load_hf_config(folder / name), dtype=torch.float32, extra={}, learner=learner
         )
         load_hf_weights(model, folder / name)
-        original = load_file(folder / name / "model.safetensors")
+        shapes = model.hf_config.tensor_shapes
+        stored = load_file(folder / name / "model.safetensors").items()
+        original = {name_alone(key): value for key, value in stored}
+        original = {key: value for key, value in original.items() if key in shapes}
         exported = dict(export_hf_weights(model))
         save_hf_folder(model, work / name, folder / name)
         writer = WeightWriter(model, topology, bucket_bytes=4096)

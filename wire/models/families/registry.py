@@ -14,11 +14,13 @@ from slipstream.wire.models.families.latent import FUSED_BY_ENGINE, FUSED_NAME
 from slipstream.wire.models.families.llama import LLAMA
 from slipstream.wire.models.families.mixtral import MIXTRAL
 from slipstream.wire.models.families.qwen2 import QWEN2
+from slipstream.wire.models.families.qwen2_5_vl import QWEN2_5_VL
 from slipstream.wire.models.families.qwen2_moe import QWEN2_MOE
 from slipstream.wire.models.families.qwen3 import QWEN3
 from slipstream.wire.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from slipstream.wire.models.families.qwen3_moe import QWEN3_MOE
 from slipstream.wire.models.families.qwen3_next import QWEN3_NEXT
+from slipstream.wire.models.families.qwen3_vl import QWEN3_VL
 from slipstream.wire.models.families.tables import EMBEDDING, Family, Split, without_expert
 
 FAMILIES: dict[str, Family] = {
@@ -38,6 +40,8 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         GLM4_MOE,
         GPT_OSS,
+        QWEN2_5_VL,
+        QWEN3_VL,
     )
 }
 SCALE_SUFFIX = "_scale_inv"  # suffix of the scales of a quantized tensor's blocks

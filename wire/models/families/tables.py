@@ -11,7 +11,10 @@ delta networks, Yang et al. 2024, arXiv:2412.06464) ``linear_keys`` and ``linear
 channels of all its heads, ``linear_projections`` those of queries, keys, values and gates,
 ``linear_heads`` the number of heads of values, ``linear_gates`` twice that, ``linear_head`` the
 channels of one, ``taps`` the tokens that its convolution sees. ``heads`` is the number of query
-heads. In names ``*`` is the number of an expert.
+heads. Of a vision tower ``vision_hidden`` are its channels, ``vision_qkv`` three times as many,
+``vision_inner`` those of its MLPs, ``vision_square`` those of all patches that become a token,
+``vision_places`` the places of patches that have an embedding; a patch has ``colors``, ``frames``
+and ``patch`` pixels each way. In names ``*`` is the number of an expert.
 """
 
 import math
@@ -50,6 +53,14 @@ Size = Literal[
     "linear_gates",
     "linear_head",
     "taps",
+    "vision_hidden",
+    "vision_qkv",
+    "vision_inner",
+    "vision_square",
+    "vision_places",
+    "colors",
+    "frames",
+    "patch",
 ]
 Sizes = Mapping[Size, int]
 # Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
@@ -58,8 +69,11 @@ Sizes = Mapping[Size, int]
 Split = Literal["whole", "rows", "columns", "vocabulary", "first"]
 
 EMBEDDING = "model.embed_tokens.weight"
+TOWER = "vision."  # beginning of our names of a vision tower's parameters
+HF_TOWER = "visual."  # the same of its tensors' names
 OUTPUT_LAYER = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OF_TOWER = re.compile(r"vision\.(?:(\w+)\.(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
 
 
@@ -77,6 +91,13 @@ class Architecture(Protocol):
     @property
     def tie_word_embeddings(self) -> bool:
         """True if the output layer is the embedding."""
+
+    @property
+    def tower_parts(self) -> Mapping[str, int]:
+        """Numbers of the blocks and further mergers of a vision tower that is trained; else none.
+
+        They come by the name of their list.
+        """
 
     def is_sparse(self, layer: int) -> bool:
         """True if a layer's MLP are experts."""
@@ -213,6 +234,46 @@ class RouterTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """A vision tower: blocks over the patches of an image, and mergers of patches into tokens.
+
+    Its tensors are whole on every rank that has it.
+    """
+
+    ends: Table  # before and after the blocks, by the names of Hugging Face within the tower
+    lists: Mapping[str, Table]  # parameters of the blocks and of other lists, by the list's name
+    config: Mapping[str, object]  # values of absent keys of config.json's vision_config
+    fixed: Mapping[str, object]  # keys there that must have these values, or be absent
+    # Channels that turn by rows and columns of an image follow in sections, or in turn.
+    interleaves_axes: bool
+    axes: tuple[int, int, int]  # usual number of channels that turn by frame, row and column
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the contents of a parameter, by its name in the whole model.
+
+        Raises:
+            KeyError: the tower has no such parameter.
+        """
+        found = _OF_TOWER.fullmatch(name)
+        if found is None:
+            raise KeyError(name)
+        part, number, inner = found.groups()
+        if part in self.lists:
+            return self.lists[part][inner].in_layer(f"{HF_TOWER}{part}.{number}.")
+        return self.ends[name.removeprefix(TOWER)].in_layer(HF_TOWER)
+
+    def parameters(self, parts: Mapping[str, int]) -> Iterator[tuple[str, Parameter]]:
+        """Yield the name and the contents of every parameter of a tower with so many parts."""
+        for name in self.ends:
+            yield TOWER + name, self.parameter(TOWER + name)
+        for part, count in parts.items():
+            for number in range(count):
+                for inner in self.lists[part]:
+                    name = f"{TOWER}{part}.{number}.{inner}"
+                    yield name, self.parameter(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A decoder with rotary embeddings and a gated MLP or experts."""
 
@@ -231,6 +292,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)  # values of absent keys
     # model_type of a config.json with pictures, whose text_config is a model of this family.
     wrapped_by: str = ""
+    tower: Tower | None = None  # vision tower; without one pictures are not seen
     further: str = ""  # beginning of the names of layers that predict further tokens
     # Keys that change nothing that is computed here: of training, of other heads, of kernels.
     ignored: frozenset[str] = frozenset()
@@ -287,6 +349,8 @@ class Family:
         """
         if tied_embeddings and megatron_name == "output_layer.weight":
             return self.ends["embedding.word_embeddings.weight"]
+        if self.tower is not None and megatron_name.startswith(TOWER):
+            return self.tower.parameter(megatron_name)
         if megatron_name in self.ends:
             return self.ends[megatron_name]
         found = _LAYER.fullmatch(megatron_name)
@@ -301,6 +365,8 @@ class Family:
         for name, parameter in self.ends.items():
             if not (architecture.tie_word_embeddings and name == "output_layer.weight"):
                 yield name, parameter
+        if self.tower is not None and architecture.tower_parts:
+            yield from self.tower.parameters(architecture.tower_parts)
         for layer in range(architecture.num_hidden_layers):
             for name, parameter in self.layer_of(architecture, layer).items():
                 for number in range(architecture.num_routed_experts if "*" in name else 1):
@@ -319,7 +385,10 @@ class Family:
             )
 
         layers = self.layers_of(architecture, range(architecture.num_hidden_layers))
-        return sum(count * elements(layer) for layer, count in layers) + elements(self.ends)
+        total = sum(count * elements(layer) for layer, count in layers) + elements(self.ends)
+        if self.tower is not None and architecture.tower_parts:
+            total += elements(dict(self.tower.parameters(architecture.tower_parts)))
+        return total
 
 
 def without_expert(name: str) -> tuple[str, str]:
@@ -338,6 +407,11 @@ INNER_MULTIPLE = 32
 def copy(name: str, *shape: Size, divided: Split | None = None) -> Parameter:
     """Return a parameter that is one tensor."""
     return Parameter("copy", (HfTensor(name, shape),), divided=divided)
+
+
+def tower_table(shapes: Mapping[str, tuple[Size, ...]]) -> Table:
+    """Return parameters of a vision tower, by the names of their tensors."""
+    return {name: copy(name, *shape, divided="whole") for name, shape in shapes.items()}
 
 
 def _vocabulary(name: str) -> Parameter:

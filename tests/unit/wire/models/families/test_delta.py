@@ -95,7 +95,7 @@ def test_a_language_model_within_another_is_read_as_if_alone(tmp_path: Path):
             "tie_word_embeddings = False must be as in text_config, which has True",
         ),
         (AROUND | {"text_config": TINY | {"use_moe": True}}, "use_moe = True is not a key that"),
-        (AROUND | {"model_type": "qwen3_vl"}, "has model_type 'qwen3_vl'; supported are"),
+        (AROUND | {"model_type": "qwen3_omni"}, "has model_type 'qwen3_omni'; supported are"),
         (TINY | {"attn_output_gate": False}, "attn_output_gate must be True, got False"),
     ],
 )

@@ -1,0 +1,96 @@
+"""Images of a microbatch: their patches, their tokens' places, and the positions of all tokens.
+
+Shapes: T tokens of sequences laid end to end; N patches of all images, M tokens of theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Grid = tuple[int, int]  # rows and columns of the patches of an image
+
+
+class ImagePlace(NamedTuple):
+    """An image's tokens in a sequence."""
+
+    first: int  # its first token
+    rows: int  # tokens from top to bottom
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """Index after its last token."""
+        return self.first + self.rows * self.columns
+
+
+def positions_of(length: int, images: Sequence[ImagePlace]) -> NDArray[np.int64]:
+    """Return the positions of a sequence's tokens by frame, row and column, [3, length].
+
+    A text's tokens have one position, the next. An image's have the next for their frame, and add
+    their row and column; it takes as many as its longer edge (Wang et al. 2024, arXiv:2409.12191,
+    2.1).
+    """
+    parts: list[NDArray[np.int64]] = []
+    at = place = 0
+    for image in images:
+        text = image.first - place
+        parts.append(np.tile(np.arange(at, at + text), (3, 1)))
+        at += text
+        rows, columns = np.indices((image.rows, image.columns)).reshape(2, -1)
+        parts.append(at + np.stack([np.zeros_like(rows), rows, columns]))
+        at += max(image.rows, image.columns)
+        place = image.end
+    parts.append(np.tile(np.arange(at, at + length - place), (3, 1)))
+    return np.concatenate(parts, axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedImages:
+    """Images of a microbatch, each once, however often it is shown."""
+
+    position_ids: Tensor  # [3, T] int64
+    source: Tensor  # [T] int64 on the host, row of the images' tokens; -1 for a token of text
+    grids: tuple[Grid, ...]  # rows and columns of each image's patches
+    merge: int  # patches of a token each way
+    pixels: tuple[Tensor, ...]  # [rows * columns, C] float32 of each; none on ranks without a tower
+
+    def of_rank(self, source: Tensor) -> "ImagesHere | None":
+        """Return what a rank computes: images with a token there, as a whole.
+
+        Args:
+            source: rows of the images' tokens, -1 for text, of the rank's tokens.
+        """
+        if not self.pixels:
+            return None
+        (places,) = torch.nonzero(source >= 0, as_tuple=True)
+        if not len(places):
+            return None
+        rows = source[places].numpy()
+        counts = [height * width // self.merge**2 for height, width in self.grids]
+        starts = np.cumsum([0, *counts])
+        numbers = np.searchsorted(starts, rows, side="right") - 1
+        needed, inner = np.unique(numbers, return_inverse=True)
+        first_here = np.cumsum([0, *(counts[number] for number in needed)])[:-1]
+        rows_here = rows - starts[numbers] + first_here[inner]
+        where = self.pixels[0].device
+        return ImagesHere(
+            torch.cat([self.pixels[number] for number in needed]),
+            tuple(self.grids[number] for number in needed),
+            torch.from_numpy(rows_here).to(where),
+            places.to(where),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesHere:
+    """Images with tokens on a rank."""
+
+    pixels: Tensor  # [N, C] float32
+    grids: tuple[Grid, ...]
+    rows: Tensor  # [M] int64, rows of the tower's output for the tokens here
+    places: Tensor  # [M] int64, these tokens among those of the rank
