@@ -104,6 +104,7 @@ class PackedBatch:
     experts: Tensor | None = None  # [T, L, k] int16, chosen by the engine; -1 where it chose none
     shared: SharedPrompts | None = None  # prompts that are computed once
     images: PackedImages | None = None  # None: all tokens are text
+    spans: tuple[tuple[ImageSpan, ...], ...] = ()  # images of each trajectory
     chosen_before: dict[int, Tensor] = field(default_factory=dict)
     """Choices of this rank's routers before the step's first update, by layer with experts."""
 
@@ -401,6 +402,7 @@ def pack(
         if shares_prompts
         else None,
         images=_packed_images(trajectories, device),
+        spans=tuple(tuple(image.span for image in s.images) for s in trajectories),
     )
 
 

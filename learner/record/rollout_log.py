@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
@@ -17,6 +18,7 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.files.run_folder import TRAINED
 from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
 from slipstream.wire.messages.broker import DeliveredTrajectory
+from slipstream.wire.messages.images import ImageSpan
 
 _log = logging.getLogger(__name__)
 _DIGITS = 6
@@ -92,7 +94,9 @@ class RolloutLog:
             start, end = part.batch.cu_trajectories[place : place + 2].tolist()
             token_ids = part.batch.token_ids[start:end].tolist()
             difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
-            lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))
+            spans = part.batch.spans[place]
+            row = self._row(step, trajectories[index], token_ids, difference, spans)
+            lines.append(json.dumps(row))
         data = "".join(line + "\n" for line in lines).encode()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size + len(data) > self._max_bytes:
@@ -115,6 +119,7 @@ class RolloutLog:
         trajectory: DeliveredTrajectory,
         token_ids: list[int],
         difference: Tensor,  # proximal - behavior, [T] of this sequence
+        spans: Sequence[ImageSpan],
     ) -> dict[str, object]:
         header = trajectory.header
         first = header.num_prompt_tokens
@@ -124,8 +129,9 @@ class RolloutLog:
             "step": step,
             "group_id": header.group_id,
             "sibling": header.sibling,
-            "prompt": self._tokenizer.decode(token_ids[:first], skip_special_tokens=False),
-            "answer": self._tokenizer.decode(token_ids[first:], skip_special_tokens=False),
+            "prompt": self._text(token_ids, spans, 0, first),
+            "answer": self._text(token_ids, spans, first, len(token_ids)),
+            "images": [msgspec.structs.asdict(span) for span in spans],
             "reward": trajectory.reward,
             "parts": trajectory.parts,
             "turn_rewards": trajectory.turn_rewards,
@@ -157,6 +163,19 @@ class RolloutLog:
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
+
+    def _text(
+        self, token_ids: Sequence[int], spans: Sequence[ImageSpan], start: int, end: int
+    ) -> str:
+        """Return the text of some tokens, with one token for each image."""
+        shown, at = list[int](), start
+        for span in spans:
+            if start <= span.first_token < end:
+                shown += token_ids[at : span.first_token + 1]
+                at = span.end
+        shown += token_ids[at:end]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
+        return text
 
     def _texts(self, token_ids: list[int]) -> list[str]:
         """Return each token's addition to the text; part of a character adds nothing yet.

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from tokenizers import Tokenizer, decoders, models
 
-from slipstream.learner.batches.packing import TrainTrajectory, pack
+from slipstream.learner.batches.packing import SeenImage, TrainTrajectory, pack
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart, chosen
 from slipstream.wire.messages.broker import DeliveredTrajectory
+from slipstream.wire.messages.images import ImageSpan
 from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.blank_model import write_blank_model
@@ -150,3 +152,34 @@ def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(
     assert [path.name for path in tmp_path.glob("*trained*")] == ["trained.jsonl"]
     make_log(10_000_000).forget_from(0)
     assert file.read_text() == ""
+
+
+def test_a_row_has_its_images_and_one_token_for_each_in_the_text(
+    tmp_path: Path, tokenizer: Tokenizer
+):
+    seven = tokenizer.token_to_id("7")
+    of_image = ImageSpan("5e" * 32, 1, 4, 4, 4)
+    later = ImageSpan("6f" * 32, 7, 1, 2, 2)
+    with_images = replace(
+        sequence(seven, 9),
+        images=tuple(
+            SeenImage(span, 2, np.zeros((4, 3), np.float32)) for span in (of_image, later)
+        ),
+    )
+    batch = pack([with_images, sequence(seven, 4)], torch.device("cpu"))
+    header = replace_struct(
+        delivered(0, 9).header,
+        num_prompt_tokens=6,
+        version_runs=(VersionRun(6, PolicyVersion(1, 0)),),
+    )
+    trajectories = [replace_struct(delivered(0, 9), header=header), delivered(1, 4)]
+    log = RolloutLog(tmp_path, per_step=2, seed=1, max_bytes=10_000_000, tokenizer=tokenizer)
+    log.record(1, trajectories, [TrainedPart([0, 1], batch, batch.token_ids.float())])
+    shown, plain = (json.loads(line) for line in (tmp_path / "trained.jsonl").open())
+    assert (shown["prompt"], shown["answer"]) == ("777", "777")
+    assert shown["images"] == [
+        {"digest": "5e" * 32, "first_token": 1, "num_tokens": 4, "rows": 4, "columns": 4},
+        {"digest": "6f" * 32, "first_token": 7, "num_tokens": 1, "rows": 2, "columns": 2},
+    ]
+    assert len(shown["token_ids"]) == 9
+    assert (plain["prompt"], plain["images"]) == ("7", [])
