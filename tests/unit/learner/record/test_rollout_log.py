@@ -175,7 +175,9 @@ def test_a_row_has_its_images_and_one_token_for_each_in_the_text(
     trajectories = [replace_struct(delivered(0, 9), header=header), delivered(1, 4)]
     log = RolloutLog(tmp_path, per_step=2, seed=1, max_bytes=10_000_000, tokenizer=tokenizer)
     log.record(1, trajectories, [TrainedPart([0, 1], batch, batch.token_ids.float())])
-    shown, plain = (json.loads(line) for line in (tmp_path / "trained.jsonl").open())
+    shown, plain = (
+        json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()
+    )
     assert (shown["prompt"], shown["answer"]) == ("777", "777")
     assert shown["images"] == [
         {"digest": "5e" * 32, "first_token": 1, "num_tokens": 4, "rows": 4, "columns": 4},
