@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.wire.messages.images import ImageSpan
 from slipstream.wire.messages.trajectory import FinishReason, Json
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -17,6 +19,13 @@ class ExpertLayers(NamedTuple):
 
     total: int
     dense: int  # first layers, without experts
+
+
+class PromptImage(NamedTuple):
+    """An image of a prompt, and the tokens that stand for it there."""
+
+    span: ImageSpan
+    file: Path  # its bytes, on the host of the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class SamplingParams:
     experts_from: int = 0  # first token whose experts are recorded; at most the prompt's length
     stop: tuple[str, ...] = ()  # a response ends after any of these texts
     stop_token_ids: tuple[int, ...] = ()  # further tokens besides the model's own
+    images: tuple[PromptImage, ...] = ()  # the prompt's, in order
     session: str = ""  # trajectory of several turns, whose prefixes stay until ``end_session``
 
 

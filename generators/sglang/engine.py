@@ -25,6 +25,7 @@ from slipstream.generators.engine import (
     Completion,
     EngineLoad,
     ExpertLayers,
+    PromptImage,
     SamplingParams,
     Scores,
 )
@@ -189,6 +190,7 @@ class SglangEngine:
             "return_routed_experts": params.experts_of is not None,
             "routed_experts_start_len": params.experts_from,
             "session_id": params.session or None,  # SGLang opens it by itself
+            **image_data([params.images] * count),
         }
 
     async def _answers(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -511,6 +513,18 @@ class SglangEngine:
         except (aiohttp.ClientError, *UNREADABLE) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
         return answer
+
+
+def image_data(images: Sequence[Sequence[PromptImage]]) -> dict[str, Any]:
+    """Return the images of each sequence of a request, as ``sglang/images.py`` reads them."""
+    if not any(images):
+        return {}
+    return {
+        "image_data": [
+            [msgspec.json.encode((span, str(file))).decode() for span, file in of_sequence]
+            for of_sequence in images
+        ]
+    }
 
 
 def completion_of(

@@ -23,7 +23,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.generators.sglang import adoption, cpu_models, gpt_oss, log_noise, shadow_loads
+from slipstream.generators.sglang import (
+    adoption,
+    cpu_models,
+    gpt_oss,
+    images,
+    log_noise,
+    shadow_loads,
+)
 from slipstream.generators.sglang.mixed_batches import MixedBatches
 from slipstream.generators.sglang.ranks import failure_of, of_all_ranks
 from slipstream.generators.sglang.replacing import SGLANG_VERSION, replace
@@ -90,6 +97,10 @@ def install() -> None:
         answer_for_all_ranks(module)
         adoption.adopt_in_scheduler(module)
 
+    def correct_scheduler(module: ModuleType) -> None:
+        mixed.plan(module)
+        images.forget_embeddings(module)
+
     def check_adapters(module: ModuleType) -> None:
         hash_bytes(module)
         _check_adapters(module)
@@ -104,7 +115,7 @@ def install() -> None:
         mixed.report(module)
 
     corrections: dict[str, Callable[[ModuleType], None]] = {
-        _SCHEDULER: mixed.plan,
+        _SCHEDULER: correct_scheduler,
         _SCHEDULE_BATCH: correct_batches,
         _BATCH_RESULTS: experts.put_back,
         _LOAD_INQUIRER: correct_loads,
@@ -128,6 +139,8 @@ def install() -> None:
         cpu_models.EXPERTS: cpu_models.leave_out_far_experts,
         cpu_models.GATED_NORM: cpu_models.norm_with_gate,
         cpu_models.FUSED_GATED_NORM: cpu_models.norm_with_fused_gate,
+        images.PROCESSORS: images.read_files,
+        images.HUGGING_FACE: images.tokenize_alone,
         gpt_oss.MODEL: gpt_oss.correct,
         gpt_oss.ARGUMENTS: gpt_oss.take_native_attention,
     }

@@ -25,6 +25,7 @@ from slipstream.generators.sglang.patches import (
 )
 from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.models.fp8 import quantization_config
+from slipstream.wire.models.image_law import SEEING
 from slipstream.wire.process.environment import handed_on
 from slipstream.wire.process.patience import AT_MOST
 from slipstream.wire.settings.rendezvous import Address
@@ -142,14 +143,15 @@ def model_flags(model: Path, scratch: Path, *, is_fp8: bool = False) -> dict[str
     if not isinstance(config, dict):
         return {}
     text = config.get("text_config")
-    parts = [config, text] if (sees := isinstance(text, dict)) else [config]
+    parts = [config, text] if isinstance(text, dict) else [config]
+    is_part = isinstance(text, dict) and config.get("model_type") not in SEEING
     had = [part.pop("quantization_config", None) for part in parts]
     if is_fp8:
         config["quantization_config"] = quantization_config()
-    if sees:
+    if is_part:
         config["language_model_only"] = True
     is_requantized = is_fp8 or any(said is not None for said in had)
-    if not is_requantized and not sees:
+    if not is_requantized and not is_part:
         return {}
     folder = scratch / "model"
     folder.mkdir()

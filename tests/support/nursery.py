@@ -62,6 +62,7 @@ _FORKED = (
     "tests.support.in_flight_oracle",
     "tests.support.peft_logprobs",
     "tests.support.ranks.",
+    "tests.support.vision_models",
 )
 _STARTS_OTHERS = (_LEARNER, "tests.support.bus.learner", "tests.support.ranks.loop")
 _LONGEST_COMMAND = 1 << 14  # bytes, of which a fork's own takes the place

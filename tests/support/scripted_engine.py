@@ -122,7 +122,8 @@ class ScriptedEngine(EngineInSteps):
     async def _answer(
         self, key: object, prompt_ids: list[int], params: SamplingParams, seed: int
     ) -> Completion:
-        rng = random.Random(f"{prompt_ids} {seed}")
+        seen = [image.span for image in params.images]
+        rng = random.Random(f"{prompt_ids} {seen} {seed}")
         length = 1 + int(rng.expovariate(1.0 / self._mean_tokens))
         if rng.random() < 0.1:
             length *= 10

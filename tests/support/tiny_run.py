@@ -58,7 +58,11 @@ def serving(settings: GeneratorSettings) -> Iterator[SglangProcess]:
 
 @contextmanager
 def sglang_server(
-    model: Path | None = None, longest: int = 456, *, several_turns: bool = False
+    model: Path | None = None,
+    longest: int = 456,
+    *,
+    several_turns: bool = False,
+    in_flight: str = "retract",
 ) -> Iterator[SglangProcess]:
     """Yield a real server of a model, of the tiny policy if none is given."""
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
@@ -71,6 +75,7 @@ def sglang_server(
                 "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest - 16},
                 "generators": {"device": "cpu", "max_cached_tokens": 4096},
                 "environment": {"function": "none.py:None"} if several_turns else {},
+                "weightbus": {"in_flight": in_flight},
             }
         )
         with serving(settings) as process:

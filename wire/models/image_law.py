@@ -10,6 +10,8 @@ import msgspec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.unreadable import UNREADABLE
 
+SEEING = ("qwen2_5_vl", "qwen3_vl")
+"""Values of ``model_type`` whose policies see images; of others the language model is alone."""
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
 _LARGEST_RATIO = 200  # longer edge over shorter edge
@@ -69,13 +71,13 @@ class ImageLaw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def image_law(folder: Path) -> ImageLaw | None:
-    """Return how the model of a folder sees images; None if it sees none.
+    """Return how the policy of a folder sees images; None if it sees none.
 
     Raises:
         ConfigError: a file cannot be read, or is of a processor that is not known.
     """
     config = _read(folder / "config.json")
-    if config.get("vision_config") is None or config.get("image_token_id") is None:
+    if config.get("model_type") not in SEEING or config.get("image_token_id") is None:
         return None
     stated = _read(folder / "preprocessor_config.json")
     if not stated:

@@ -92,6 +92,13 @@ def test_an_engine_of_a_model_that_also_sees_has_its_language_model(
     assert (scratch / "model/model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_engine_of_a_policy_that_sees_has_all_of_it(tmp_path: Path, kind: str):
+    config = {"model_type": kind, "text_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert start_order.model_flags(tmp_path, tmp_path) == {}
+
+
 @pytest.mark.parametrize("is_within", [True, False])
 def test_an_engine_has_no_quantization_of_a_language_model_within_another(
     tmp_path: Path, is_within: bool

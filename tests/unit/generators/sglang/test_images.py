@@ -1,0 +1,74 @@
+import asyncio
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from slipstream.generators.sglang.images import FileImages, ImageEntry, positions
+from slipstream.wire.messages.images import ImageSpan, digest_of
+from slipstream.wire.models.image_law import ImageLaw
+from tests.support.vision_models import picture
+
+LAW = ImageLaw(image_token=5)
+EMPTY = types.ModuleType("schedule_batch")
+
+
+def entry(folder: Path, content: bytes, first_token: int = 0) -> ImageEntry:
+    asked = ImageEntry(
+        ImageSpan(digest_of(content), first_token, 6, 4, 6), str(folder / digest_of(content))
+    )
+    fill(asked, content)
+    return asked
+
+
+def fill(asked: ImageEntry, content: bytes) -> None:
+    Path(asked.file).write_bytes(content)
+
+
+def test_tokens_of_an_image_have_one_time_and_text_continues_after_its_longer_edge():
+    spans = [ImageSpan("a" * 64, 2, 6, 4, 6), ImageSpan("b" * 64, 9, 2, 4, 2)]
+    times, rows, columns = positions(12, spans, merge_size=2).tolist()
+    assert times == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8]
+    assert rows == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8]
+    assert columns == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8]
+    assert positions(3, [], merge_size=2).tolist() == [[0, 1, 2]] * 3
+
+
+async def test_an_image_is_read_beside_the_loop_and_once_for_all_that_ask_meanwhile(tmp_path: Path):
+    images = FileImages(EMPTY, LAW, None)
+    content = picture(84, 56)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # whose reader waits
+    spans = [ImageSpan(digest_of(content), first, 6, 4, 6) for first in (3, 9)]
+    asked = [asyncio.create_task(images.patches_of(ImageEntry(span, str(pipe)))) for span in spans]
+    await asyncio.sleep(0)  # the loop has time for others
+    await asyncio.to_thread(pipe.write_bytes, content)
+    first, second = await asyncio.gather(*asked)
+    assert first is second
+    assert first.shape == (24, LAW.channels)
+
+
+async def test_images_that_nobody_asks_for_make_room(tmp_path: Path):
+    size = 24 * LAW.channels * 4
+    images = FileImages(EMPTY, LAW, None, most_bytes=2 * size)
+    entries = [entry(tmp_path, picture(84, 56, seed)) for seed in range(3)]
+    kept = [await images.patches_of(each) for each in entries]
+    assert await images.patches_of(entries[2]) is kept[2]
+    assert await images.patches_of(entries[1]) is kept[1]
+    assert await images.patches_of(entries[0]) is not kept[0]  # and the third one goes
+    assert await images.patches_of(entries[1]) is kept[1]
+
+
+async def test_what_could_not_be_read_is_read_again(tmp_path: Path):
+    images = FileImages(EMPTY, LAW, None)
+    content = picture(84, 56)
+    asked = entry(tmp_path, content)
+    fill(asked, content[:50])
+    with pytest.raises(ValueError, match=f"is not image {digest_of(content)[:8]}"):
+        await images.patches_of(asked)
+    fill(asked, content)
+    assert len(await images.patches_of(asked)) == 24
+    damaged = entry(tmp_path, b"no image at all")
+    with pytest.raises(ValueError, match="not an image that can be read"):
+        await images.patches_of(damaged)
