@@ -94,8 +94,17 @@ class LocalImages:
         folder: Path,
         *,
         most_bytes: int = _DISK_BYTES,
+        store: Callable[[bytes], Awaitable[Image]] | None = None,
     ) -> None:
-        """Write into a folder of this process; ``fetch`` returns the bytes of a digest."""
+        """Write into a folder of this process.
+
+        Args:
+            fetch: Returns the bytes of a digest.
+            folder: Folder for the files.
+            most_bytes: Most bytes of files without a user.
+            store: Keeps an image of an observation; None: there are none.
+        """
+        self.store = store
         self._fetch = fetch
         self._folder = folder
         self._most_bytes = most_bytes

@@ -18,6 +18,7 @@ from slipstream.broker.data.plain import BadRowError
 from slipstream.broker.data.rows import RowRules
 from slipstream.generators.rollout import packed
 from slipstream.generators.text.codec import BadPromptError, TextCodec
+from slipstream.generators.text.images import Encoded
 from slipstream.generators.turns.demonstrations import (
     DemonstratedTokens,
     conversation_tokens,
@@ -186,7 +187,7 @@ def demonstrated_group(tokens: DemonstratedTokens, number: int) -> RecordedGroup
     mask = bytearray(count)
     for turn in tokens.turns:
         mask[turn.first_token : turn.end] = b"\1" * turn.num_tokens
-    payload = packed(tokens.token_ids, bytes(mask), [0.0] * count, kept=None, experts=None)
+    payload = packed(Encoded(tokens.token_ids), bytes(mask), [0.0] * count, kept=None, experts=None)
     return RecordedGroup(
         step=DEMONSTRATED,
         group=DeliveredGroup(

@@ -3,13 +3,15 @@
 import array
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
+from slipstream.generators.engine import Completion, InferenceEngine, PromptImage, SamplingParams
 from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.text.images import Encoded
 from slipstream.generators.versions.version_runs import version_runs
 from slipstream.wire.messages.arrays import DType, PackedArray, narrowest
 from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
@@ -44,10 +46,15 @@ class Sampler:
 
 
 async def run_rollouts(
-    sampler: Sampler, group: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
+    sampler: Sampler,
+    group: LeasedGroup,
+    siblings: Sequence[int],
+    prompt: Encoded,
+    files: Sequence[Path] = (),
 ) -> list[Submission]:
-    """Sample some siblings of a group."""
-    params = sampler.params[group.item]
+    """Sample some siblings of a group; ``files`` are those of the prompt's images, in order."""
+    prompt_ids = prompt.token_ids
+    params = replace(sampler.params[group.item], images=shown(prompt, files))
     seeds: list[int] = []
     if sampler.run_seed is not None:
         seeds = [sibling_seed(sampler.run_seed, group.item, group.position, s) for s in siblings]
@@ -67,9 +74,14 @@ async def run_rollouts(
             end_token_ids=sampler.codec.end_token_ids if params.min_new_tokens else (),
         )
         response = sampler.codec.decode(completion.token_ids)
-        frames = [encode(pack_payload(prompt_ids, completion)), response.encode()]
+        frames = [encode(pack_payload(prompt, completion)), response.encode()]
         submissions.append((SubmitTrajectory(header=header), frames))
     return submissions
+
+
+def shown(prompt: Encoded, files: Sequence[Path]) -> tuple[PromptImage, ...]:
+    """Return the images of a prompt for an engine."""
+    return tuple(PromptImage(span, file) for span, file in zip(prompt.images, files, strict=True))
 
 
 def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
@@ -90,20 +102,20 @@ def decision_bytes(submission: Submission) -> int:
     return decisions.num_bytes if decisions is not None else 0
 
 
-def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:
+def pack_payload(prompt: Encoded, completion: Completion) -> TrajectoryPayload:
     """Return the arrays of a trajectory; prompt tokens are outside the loss mask."""
-    prompt, response = len(prompt_ids), len(completion.token_ids)
+    before, response = len(prompt.token_ids), len(completion.token_ids)
     return packed(
-        prompt_ids + completion.token_ids,
-        bytes(prompt) + b"\1" * response,
-        [0.0] * prompt + completion.logprobs,
+        Encoded(prompt.token_ids + completion.token_ids, prompt.images),
+        bytes(before) + b"\1" * response,
+        [0.0] * before + completion.logprobs,
         kept=completion.kept,
         experts=completion.experts,
     )
 
 
 def packed(
-    token_ids: list[int],
+    tokens: Encoded,
     mask: bytes,
     logprobs: list[float],
     *,
@@ -111,12 +123,13 @@ def packed(
     experts: NDArray[np.int32] | None,
 ) -> TrajectoryPayload:
     """Return the arrays of a trajectory of T tokens; ``mask`` is 1 at the chosen ones."""
-    shape = (len(token_ids),)
+    shape = (len(tokens.token_ids),)
     return TrajectoryPayload(
-        token_ids=PackedArray("int32", shape, _packed("i", token_ids)),
+        token_ids=PackedArray("int32", shape, _packed("i", tokens.token_ids)),
         loss_mask=PackedArray("bool", shape, memoryview(mask)),
         behavior_logprobs=PackedArray("float32", shape, _packed("f", logprobs)),
         decisions=_decisions(kept, experts),
+        images=tokens.images,
     )
 
 

@@ -85,7 +85,8 @@ async def serve(
         client, welcome = connected
         cleanup.callback(client.close)
         folder = cleanup.enter_context(TemporaryDirectory(prefix="slipstream-images-"))
-        images = LocalImages(ImageFetcher(client).fetch, Path(folder))
+        fetcher = ImageFetcher(client)
+        images = LocalImages(fetcher.fetch, Path(folder), store=fetcher.store)
         audit = ProbeAudit(engine, _noise(settings))
         worker = GeneratorWorker(
             client=client,

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Literal
 
 from slipstream.broker.client import BrokerClient
@@ -29,8 +30,9 @@ from slipstream.generators.rollout import (
     submitted_transcript,
 )
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
+from slipstream.generators.text.images import Encoded
 from slipstream.generators.versions.probe_audit import ProbeAudit
-from slipstream.wire.errors import EngineError, RefusedError
+from slipstream.wire.errors import EngineError, ImageError, RefusedError
 from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (
     Done,
@@ -238,17 +240,19 @@ class GeneratorWorker:
 
     async def _run_group(self, work: LeasedGroup, booking: Booking) -> None:
         try:
-            try:
-                prompt_ids = self._sampler.codec.encode(work.prompt)
-            except OverlongPromptError as why:
-                await self._reject(work, "overlong_prompt", why)
-            except BadPromptError as why:
-                if not self._skips_bad_prompts:
-                    raise
-                await self._reject(work, "bad_prompt", why)
-            else:
-                await booking.enter()
-                await self._generate(work, prompt_ids, booking)
+            async with AsyncExitStack() as stack:
+                try:
+                    prompt = self._sampler.codec.encode(work.prompt)
+                    files = await self._files_of(work.prompt, stack)
+                except OverlongPromptError as why:
+                    await self._reject(work, "overlong_prompt", why)
+                except BadPromptError as why:
+                    if not self._skips_bad_prompts:
+                        raise
+                    await self._reject(work, "bad_prompt", why)
+                else:
+                    await booking.enter()
+                    await self._generate(work, prompt, files, booking)
         except* (EngineError, EnvironmentFailedError, ValueError) as failed:
             error = failed.exceptions[0]
             if isinstance(error, EngineError):
@@ -267,6 +271,18 @@ class GeneratorWorker:
             self._generating.discard(work.lease_id)
             booking.close()
             self._enter_phase()
+
+    async def _files_of(self, prompt: Prompt, stack: AsyncExitStack) -> list[Path]:
+        """Return files of a prompt's images, which stay until the stack is closed.
+
+        Raises:
+            BadPromptError: an image is missing, or changed on disk.
+        """
+        digests = [image.digest for image in prompt.images]
+        try:
+            return await stack.enter_async_context(self._images.files(digests))
+        except ImageError as error:
+            raise BadPromptError(prompt, str(error)) from error
 
     async def _await_engine(self) -> None:
         """Wait until the engine answers again: a group handed back at once would return at once.
@@ -292,7 +308,9 @@ class GeneratorWorker:
             )
             await self._client.ask(rejection, Done)
 
-    async def _generate(self, work: LeasedGroup, prompt_ids: list[int], booking: Booking) -> None:
+    async def _generate(
+        self, work: LeasedGroup, prompt: Encoded, files: list[Path], booking: Booking
+    ) -> None:
         """Sample the siblings, together or one by one, and send each when it is finished."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         unsent = len(work.siblings)
@@ -317,7 +335,7 @@ class GeneratorWorker:
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             try:
-                submissions = await self._sampled(work, siblings, prompt_ids, booking)
+                submissions = await self._sampled(work, siblings, prompt, files, booking)
             except EnvironmentFailedError as error:  # its siblings continue
                 self._counters["environment_failed"] += 1
                 booking.leave(len(siblings))
@@ -335,17 +353,25 @@ class GeneratorWorker:
             raise min(failed, key=lambda error: isinstance(error, EnvironmentLostError))
 
     async def _sampled(
-        self, work: LeasedGroup, siblings: tuple[int, ...], prompt_ids: list[int], booking: Booking
+        self,
+        work: LeasedGroup,
+        siblings: tuple[int, ...],
+        prompt: Encoded,
+        files: list[Path],
+        booking: Booking,
     ) -> list[Submission]:
         """Sample siblings; a trajectory of several turns comes alone."""
         if self._turn_sampler is None:
             with self._pace.call() as call:
-                sampled = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+                sampled = await run_rollouts(self._sampler, work, siblings, prompt, files)
                 call.num_tokens = max(message.header.num_response_tokens for message, _ in sampled)
             return sampled
         async with booking.by_call(self._enter_phase) as lanes:
             try:
-                return [await self._turn_sampler.run(work, sibling, lanes) for sibling in siblings]
+                return [
+                    await self._turn_sampler.run(work, sibling, lanes, images=self._images)
+                    for sibling in siblings
+                ]
             finally:
                 engine_s, environment_s = lanes.seconds()
                 self._counters["engine_s"] += engine_s

@@ -17,9 +17,11 @@ from slipstream.generators.capture.wires import (
     Question,
     TokenText,
     Wire,
+    content_of,
     event,
     fields_of,
     function_of,
+    image_part,
     pieces,
     text_of,
 )
@@ -118,7 +120,7 @@ def _tool(tool: Object, where: str) -> Object:
 def _messages(request: CountRequest) -> list[Object]:
     messages = Messages()
     if request.system:
-        messages.add("system", text_of(request.system, _TEXTS, "system"))
+        messages.add("system", content_of(request.system, _TEXTS, "system"))
     if not request.messages:
         raise BadRequestError("messages is empty", "messages")
     for number, message in enumerate(request.messages):
@@ -128,7 +130,7 @@ def _messages(request: CountRequest) -> list[Object]:
             raise BadRequestError(f"{where} has the role {str(role)[:200]}", f"{where}.role")
         where = f"{where}.content"
         if not isinstance(content, list) or not content:
-            messages.add(role, text_of(content, _TEXTS, where))
+            messages.add(role, content_of(content, _TEXTS, where))
             continue
         for place, block in enumerate(content):
             if not isinstance(block, dict):
@@ -141,10 +143,14 @@ def _add(messages: Messages, role: str, block: Object, where: str, *, is_first: 
     """Add a block of a message; texts side by side in one message are one."""
     match role, block.get("type"):
         case _, "text":
-            messages.add(role, text_of([block], _TEXTS, where), continues=not is_first)
+            messages.add(role, content_of([block], _TEXTS, where), continues=not is_first)
+        case "user", "image" if (url := _image_of(block)) is not None:
+            messages.add(role, [image_part(url, where)], continues=not is_first)
         case "user", "tool_result":
             content = block.get("content")
-            result = text_of("" if content is None else content, _TEXTS, f"{where}.content")
+            result = content_of(
+                "" if content is None else content, _TEXTS, f"{where}.content", _image_of
+            )
             messages.add("tool", result, tool_call_id=block.get("tool_use_id"))
         case "assistant", "thinking":
             messages.think(text_of(block.get("thinking"), (), f"{where}.thinking"))
@@ -155,6 +161,17 @@ def _add(messages: Messages, role: str, block: Object, where: str, *, is_first: 
             messages.call(call_id, name, given)
         case _, kind:
             raise BadRequestError(f"{where} of type {str(kind)[:200]} is not offered", where)
+
+
+def _image_of(block: Object) -> str | None:
+    """Return the URL of an image."""
+    match block:
+        case {"type": "image", "source": {"type": "base64", "data": str(encoded)}}:
+            return f"data:;base64,{encoded}"
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return url
+        case _:
+            return None
 
 
 class MessageObject:

@@ -18,6 +18,7 @@ from slipstream.generators.capture.wires import (
     Question,
     TokenText,
     Wire,
+    content_of,
     event,
     fields_of,
     function_of,
@@ -123,9 +124,9 @@ def _tool(tool: Object, where: str) -> Object:
 def _messages(request: ResponsesRequest) -> list[Object]:
     messages = Messages()
     if request.instructions:
-        messages.add("system", request.instructions)
+        messages.add("system", [request.instructions])
     if isinstance(request.input, str):
-        messages.add("user", request.input)
+        messages.add("user", [request.input])
         return messages.joined()
     for number, item in enumerate(request.input):
         _add(messages, item, f"input[{number}]")
@@ -142,7 +143,7 @@ def _add(messages: Messages, item: Object, where: str) -> None:
             role = item.get("role")
             if role not in _ROLES:
                 raise BadRequestError(f"{where} has the role {str(role)[:200]}", f"{where}.role")
-            content = text_of(item.get("content"), _TEXTS, f"{where}.content")
+            content = content_of(item.get("content"), _TEXTS, f"{where}.content", _image_of)
             messages.add(role, content)
         case "reasoning":
             parts = item.get("content") or []
@@ -153,10 +154,16 @@ def _add(messages: Messages, item: Object, where: str) -> None:
                 raise BadRequestError(f"{where} is not a call of a function", where)
             messages.call(call_id, name, given)
         case "function_call_output":
-            output = text_of(item.get("output"), _TEXTS, f"{where}.output")
+            output = content_of(item.get("output"), _TEXTS, f"{where}.output", _image_of)
             messages.add("tool", output, tool_call_id=item.get("call_id"))
         case _:
             raise BadRequestError(f"{where} of type {str(kind)[:200]} is not offered", where)
+
+
+def _image_of(part: Object) -> str | None:
+    """Return the URL of an image; a file that was uploaded before is not one."""
+    url = part.get("image_url")
+    return url if part.get("type") == "input_image" and isinstance(url, str) else None
 
 
 class ResponseObject:

@@ -14,6 +14,7 @@ _PIECE = 16  # characters of a piece of a stream
 _IN_PARTS = {"content", "reasoning_content"}
 Object = dict[str, Json]
 TokenText = Callable[[int], str]
+ImageOf = Callable[[Object], str | None]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -90,19 +91,51 @@ def text_of(content: Json, kinds: Sequence[str], where: str) -> str:
     Raises:
         BadRequestError: another part; the error names it.
     """
+    return "".join(map(str, content_of(content, kinds, where)))
+
+
+def content_of(
+    content: Json, kinds: Sequence[str], where: str, image_of: ImageOf = lambda _part: None
+) -> list[str | Object]:
+    """Return the texts of a message's content, and its images as chat completions have them.
+
+    Args:
+        content: Text, or a list of parts.
+        kinds: Types of parts that are text.
+        where: Name of the field.
+        image_of: Returns the URL of a part that is an image; None of others.
+
+    Raises:
+        BadRequestError: another part; the error names it.
+    """
     if isinstance(content, str):
-        return content
+        return [content] if content else []
     if not isinstance(content, list):
         raise BadRequestError(f"{where} is not text", where)
-    texts: list[str] = []
+    found: list[str | Object] = []
     for number, part in enumerate(content):
         at = f"{where}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text, str):
+        url = image_of(part) if isinstance(part, dict) else None
+        if url is not None:
+            found.append(image_part(url, at))
+        elif kind not in kinds or not isinstance(text, str):
             raise BadRequestError(f"{at} of type {str(kind)[:200]} is not text", at)
-        texts.append(text)
-    return "".join(texts)
+        else:
+            found.append(text)
+    return found
+
+
+def image_part(url: str, where: str) -> Object:
+    """Return an image as chat completions have it.
+
+    Raises:
+        BadRequestError: its bytes are not in the URL.
+    """
+    if not url.startswith("data:"):
+        raise BadRequestError(f"{where} is an image elsewhere: send its bytes", where)
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def function_of(name: str, description: Json, parameters: Json) -> Object:
@@ -126,15 +159,24 @@ class Messages:
         """Return the messages; add nothing afterwards."""
         for message in self._all:
             for name in _IN_PARTS & message.keys():
-                message[name] = "".join(message[name])
+                parts = message[name]
+                if all(isinstance(part, str) for part in parts):
+                    message[name] = "".join(parts)
+                else:
+                    message[name] = [
+                        {"type": "text", "text": part} if isinstance(part, str) else part
+                        for part in parts
+                    ]
         return self._all
 
-    def add(self, role: str, content: str, *, continues: bool = False, **more: Json) -> None:
-        """Add a message; text of an assistant, or one that ``continues``, goes to that before."""
+    def add(
+        self, role: str, content: Sequence[str | Object], *, continues: bool = False, **more: Json
+    ) -> None:
+        """Add a message; content of an assistant, or what ``continues``, goes to that before."""
         last = self._last(role) if continues or role == "assistant" else None
         if last is None or "tool_calls" in last:
             last = self._begun(role, **more)
-        last["content"] += [content] if content else []
+        last["content"] += content
 
     def think(self, thought: str) -> None:
         """Add a thought, which begins a message or continues its thought."""

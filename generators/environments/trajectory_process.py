@@ -8,6 +8,7 @@ import math
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,7 +36,9 @@ from slipstream.generators.environments.sdk import (
     Unavailable,
     schema_of,
 )
+from slipstream.generators.text.chat_template import message_of
 from slipstream.wire.messages.bounds import shortened, why_no_reward
+from slipstream.wire.messages.images import Image
 from slipstream.wire.messages.trajectory import MAX_PART_NAME, ChatMessage, Json
 
 
@@ -181,9 +184,9 @@ def messages_of(text_or_messages: Messages) -> tuple[dict[str, Json], ...]:
     messages: list[dict[str, Json]] = []
     for message in [text_or_messages] if is_single else text_or_messages:
         if isinstance(message, ChatMessage):
-            messages.append({"role": message.role, "content": message.content})
+            messages.append(message_of(message))
         elif isinstance(message, Mapping):
-            messages.append(dict(message))
+            messages.append(_with_bytes(message))
         else:
             raise TypeError(f"a message is {type(message).__name__}, expected text or a mapping")
         content = messages[-1].get("content")
@@ -191,6 +194,29 @@ def messages_of(text_or_messages: Messages) -> tuple[dict[str, Json], ...]:
             raise TypeError(f"content of a message is {type(content).__name__}, expected text")
     msgspec.json.encode(messages)  # raises at values that JSON does not have
     return tuple(messages)
+
+
+def _with_bytes(message: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a message with an image's bytes in place of its file."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Json) -> Json:
+    if not isinstance(part, Mapping) or part.get("type") != "image":
+        return part
+    match part.get("image"):
+        case Path() | str() as file:
+            return {"type": "image", "image": Path(file).read_bytes()}
+        case Image() as known:
+            return {"type": "image", "image": msgspec.to_builtins(known)}
+        case bytes() | bytearray() | memoryview() as content:
+            return {"type": "image", "image": bytes(content)}
+        case other:
+            kind = type(other).__name__
+            raise TypeError(f"an image of a message is {kind}, expected bytes or a file's path")
 
 
 def reply_of(replied: Replied) -> Reply:

@@ -5,10 +5,11 @@ import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream.broker.images import LocalImages
 from slipstream.generators.capture.server import CaptureServer
 from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
@@ -22,10 +23,11 @@ from slipstream.generators.environments.rollout import (
     transcript_text,
 )
 from slipstream.generators.lanes.lanes import CallLanes
-from slipstream.generators.rollout import Sampler, Submission, packed
+from slipstream.generators.rollout import Sampler, Submission, packed, shown
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.turns.calls import RecordedReply, TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.images import TrajectoryImages
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ReplyParser
 from slipstream.wire.errors import ConfigError, EngineError
@@ -169,8 +171,17 @@ class TurnSampler:
         sibling: int,
         lanes: CallLanes,
         on_reply: Callable[[RecordedReply], None] | None = None,
+        images: LocalImages | None = None,
     ) -> Submission:
-        """Run one sibling of a group, which has ``lanes`` of the engine.
+        """Run one sibling of a group.
+
+        Args:
+            group: Group of the sibling.
+            sibling: Number of the sibling.
+            lanes: Its lanes of the engine.
+            on_reply: Receives each reply that becomes part of the trajectory.
+            images: Files of images, which stores those of observations; None: no message may have
+                any.
 
         Raises:
             EnvironmentFailedError: the environment cannot continue.
@@ -178,8 +189,13 @@ class TurnSampler:
         """
         params = replace(self._sampler.params[group.item], session=secrets.token_hex(8))
         conversation = Conversation(max_turns=self._settings.max_turns, max_tokens=self._max_tokens)
+        seen = TrajectoryImages(
+            self._sampler.codec.image_marks() if images is not None else None,
+            group.prompt.images,
+            images.store if images is not None else None,
+        )
         calls = TrajectoryCalls(
-            sample=self._sample(group, sibling, lanes, conversation),
+            sample=self._sample(group, sibling, lanes, conversation, seen, images),
             params=params,
             rendering=self._rendering,
             conversation=conversation,
@@ -189,6 +205,7 @@ class TurnSampler:
             longest_token=self._sampler.codec.longest_token,
             vocab_size=self._sampler.codec.vocab_size,
             on_reply=on_reply,
+            images=seen,
         )
         try:
             outcome = await run_trajectory(
@@ -199,7 +216,7 @@ class TurnSampler:
                 server=self._server,
             )
             self._refuse_unrewarded(outcome)
-            return self._submission(group, sibling, params, calls.conversation, outcome)
+            return self._submission(group, sibling, params, calls, outcome)
         except (EngineError, EnvironmentFailedError):
             raise
         except Exception as error:  # results of foreign code may raise anything anywhere
@@ -236,21 +253,29 @@ class TurnSampler:
         raise EnvironmentFailedError(f"the environment gave no reward{ended}, and {_NO_SCORER}")
 
     def _sample(
-        self, group: LeasedGroup, sibling: int, lanes: CallLanes, conversation: Conversation
+        self,
+        group: LeasedGroup,
+        sibling: int,
+        lanes: CallLanes,
+        conversation: Conversation,
+        shown: TrajectoryImages,
+        images: LocalImages | None,
     ) -> "_Sample":
         seed: int | None = None
         if self._sampler.run_seed is not None:
             seed = sibling_seed(self._sampler.run_seed, group.item, group.position, sibling)
-        return _Sample(self._sampler.engine, seed, lanes, conversation)
+        return _Sample(self._sampler.engine, seed, lanes, conversation, shown, images)
 
     def _submission(
         self,
         group: LeasedGroup,
         sibling: int,
         params: SamplingParams,
-        conversation: Conversation,
+        calls: TrajectoryCalls,
         outcome: TrajectoryOutcome,
     ) -> Submission:
+        conversation = calls.conversation
+        tokens = calls.images.encoded(conversation.token_ids)
         turns, num_tokens = conversation.turns, conversation.num_tokens
         is_single = len(turns) == 1 and turns[0].end == num_tokens
         header = TrajectoryHeader(
@@ -269,7 +294,7 @@ class TurnSampler:
         for turn in turns:
             mask[turn.first_token : turn.end] = b"\1" * turn.num_tokens
         payload = packed(
-            conversation.token_ids,
+            tokens,
             bytes(mask),
             conversation.logprobs,
             kept=conversation.kept,
@@ -291,7 +316,7 @@ class TurnSampler:
             )
         frames = [encode(payload), transcript_text(outcome.messages).encode()]
         if header.turns:
-            ids, decode = conversation.token_ids, self._sampler.codec.decode
+            ids, decode = tokens.token_ids, self._sampler.codec.decode
             frames.append(encode([decode(ids[turn.first_token : turn.end]) for turn in turns]))
         return SubmitTrajectory(header=header, score=score), frames
 
@@ -305,7 +330,11 @@ class _Sample:
         seed: int | None,
         lanes: CallLanes,
         conversation: Conversation,
+        shown: TrajectoryImages,
+        images: LocalImages | None,
     ) -> None:
+        self._shown_images = shown
+        self._images = images
         self._engine = engine
         self._seed = seed
         self._lanes = lanes
@@ -315,8 +344,14 @@ class _Sample:
     async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         seeds = [] if self._seed is None else [self._seed ^ self._num_calls]
         self._num_calls += 1
-        async with self._lanes.call():
-            replies = await self._engine.sample(prompt_ids, params, count=1, seeds=seeds)
+        prompt = self._shown_images.encoded(prompt_ids)
+        async with AsyncExitStack() as stack:
+            if self._images is not None and prompt.images:
+                digests = [span.digest for span in prompt.images]
+                files = await stack.enter_async_context(self._images.files(digests))
+                params = replace(params, images=shown(prompt, files))
+            await stack.enter_async_context(self._lanes.call())
+            replies = await self._engine.sample(prompt.token_ids, params, count=1, seeds=seeds)
         if len(replies) != 1:
             raise EngineError(f"the engine gave {len(replies)} replies to one prompt")
         num_tokens = len(prompt_ids) + len(replies[0].token_ids)

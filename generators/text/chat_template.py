@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from msgspec import to_builtins
 from typing_extensions import override
 
 from slipstream.generators.text.bounded_templates import BoundedEnvironment
@@ -56,7 +57,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these turns, or does not end.
         """
-        return self.text([{"role": turn.role, "content": turn.content} for turn in turns])
+        return self.text([message_of(turn) for turn in turns])
 
     def text(
         self,
@@ -88,6 +89,19 @@ class ChatTemplate:
             )
         except _RENDERING_ERRORS as error:
             raise ValueError(str(error)) from error
+
+
+def message_of(turn: ChatMessage) -> dict[str, Json]:
+    """Return a turn as a message of OpenAI's chat API; an image is a part of its own type."""
+    if isinstance(turn.content, str):
+        return {"role": turn.role, "content": turn.content}
+    parts: list[Json] = [
+        {"type": "text", "text": part.text}
+        if part.image is None
+        else {"type": "image", "image": to_builtins(part.image)}
+        for part in turn.content
+    ]
+    return {"role": turn.role, "content": parts}
 
 
 def load_chat_template(

@@ -15,8 +15,10 @@ from slipstream.generators.text.chat_template import (
     read_json,
     token_text,
 )
+from slipstream.generators.text.images import Encoded, ImageMarks
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
+from slipstream.wire.models.image_law import image_law
 from slipstream.wire.settings.sections import SamplingSection
 
 _ALSO_END = ("<|eom_id|>",)  # SGLang ends a response there too
@@ -59,6 +61,7 @@ class TextCodec:
         self.vocab_size = _vocab_size(self._tokenizer, model_folder, sampling.stop_token_ids)
         """Number of token ids of the model; 0 if config.json has no vocab_size."""
         self._sampling = sampling
+        self._law = image_law(model_folder)
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
         )
@@ -110,31 +113,55 @@ class TextCodec:
             raise BadPromptError(prompt, why) from error
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids, however many; a template brings its own special tokens.
+        """Return a prompt's token ids, however many; raises as ``whole`` does."""
+        return self.whole(prompt).token_ids
+
+    def whole(self, prompt: Prompt) -> Encoded:
+        """Return a prompt's tokens, however many; a template brings its own special tokens.
 
         Raises:
-            ConfigError: there is no chat template.
-            BadPromptError: it refuses the prompt, or nothing is left of it.
+            ConfigError: there is no chat template, or the model sees no images.
+            BadPromptError: the template refuses the prompt, nothing is left of it, or its images
+                and the places for them are not as many.
         """
         is_text = isinstance(prompt.prompt, str)
         ids: list[int] = self._tokenizer.encode(self.text(prompt), add_special_tokens=is_text).ids
         if not ids:
             raise BadPromptError(prompt, "no tokens")
-        return ids
+        marks = self.image_marks()
+        if marks is None:
+            if prompt.images:
+                raise ConfigError(
+                    f"{_name(prompt)} has images, which the model does not see (run.model)"
+                )
+            return Encoded(ids)
+        try:
+            return marks.encoded(marks.marked(ids, prompt.images))
+        except ValueError as error:
+            raise BadPromptError(prompt, str(error)) from error
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids within sampling.max_prompt_tokens.
+    def image_marks(self) -> ImageMarks | None:
+        """Return the marks of a prompt or trajectory, without an image; None: none are seen."""
+        if self._law is None:
+            return None
+        return ImageMarks(self._law, self._sampling.max_image_pixels)
+
+    def encode(self, prompt: Prompt) -> Encoded:
+        """Return a prompt's tokens within sampling.max_prompt_tokens.
 
         Raises:
-            ConfigError: it is too long and sampling.overlong_prompts is error, or there is no chat
-                template.
-            BadPromptError: the chat template refuses it, or it has no tokens.
-            OverlongPromptError: it is too long and sampling.overlong_prompts is drop.
+            ConfigError: it is too long and sampling.overlong_prompts is error, there is no chat
+                template, or the model sees no images.
+            BadPromptError: the chat template refuses it, it has no tokens, or its images and the
+                places for them are not as many.
+            OverlongPromptError: it is too long and sampling.overlong_prompts is drop, or truncate
+                and an image would be cut off.
         """
-        ids = self.tokens(prompt)
+        encoded = self.whole(prompt)
+        ids = encoded.token_ids
         limit = self._sampling.max_prompt_tokens
         if len(ids) <= limit:
-            return ids
+            return encoded
         problem = f"{_name(prompt)} has {len(ids)} tokens, sampling.max_prompt_tokens is {limit}"
         match self._sampling.overlong_prompts:
             case "error":
@@ -143,8 +170,10 @@ class TextCodec:
                 )
             case "drop":
                 raise OverlongPromptError(problem)
+            case "truncate" if encoded.images:
+                raise OverlongPromptError(f"{problem}, and prompts with images are not truncated")
             case "truncate":
-                return ids[-limit:]
+                return Encoded(ids[-limit:])
 
     def text_ids(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens around it."""

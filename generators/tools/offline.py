@@ -26,8 +26,9 @@ from slipstream.generators.lanes.lanes import Lanes
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError, TextCodec
+from slipstream.generators.text.images import Encoded
 from slipstream.generators.tools.offline_config import OfflineSettings
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import ConfigError, EngineError
 from slipstream.wire.files.trajectory_file import (
     NOT_TRAINED,
     RecordedGroup,
@@ -200,13 +201,15 @@ class OfflineGeneration:
         """Record the group of one prompt, or return the reason for dropping it."""
         prompt = self._source.at(position)
         try:
-            prompt_ids = self._sampler.codec.encode(prompt)
+            encoded = self._sampler.codec.encode(prompt)
         except OverlongPromptError as error:
             return str(error)
         except BadPromptError as error:
             if not self._settings.generator.skips_bad_prompts:
                 raise
             return str(error)
+        if encoded.images:
+            raise ConfigError("prompts with images are answered in a run (slipstream run)")
         siblings = tuple(range(self._settings.generator.run.group_size))
         work = LeasedGroup(
             group_id=position,
@@ -217,7 +220,7 @@ class OfflineGeneration:
             siblings=siblings,
         )
         try:
-            submissions = await self._sampled(work, siblings, prompt_ids)
+            submissions = await self._sampled(work, siblings, encoded)
         except (EngineError, EnvironmentFailedError) as error:
             self._progress.failed += 1
             return str(error)
@@ -277,14 +280,14 @@ class OfflineGeneration:
         return scores
 
     async def _sampled(
-        self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
+        self, work: LeasedGroup, siblings: Sequence[int], prompt: Encoded
     ) -> list[Submission]:
         """Return all siblings, with one more attempt at those that fail."""
         done: dict[int, Submission] = {}
         for attempt in range(1, _ATTEMPTS + 1):
             missing = [sibling for sibling in siblings if sibling not in done]
             try:
-                await self._sample(work, missing, prompt_ids, done)
+                await self._sample(work, missing, prompt, done)
                 break
             except (EngineError, EnvironmentFailedError) as error:
                 if attempt == _ATTEMPTS:
@@ -297,13 +300,13 @@ class OfflineGeneration:
         self,
         work: LeasedGroup,
         siblings: Sequence[int],
-        prompt_ids: list[int],
+        prompt: Encoded,
         done: dict[int, Submission],
     ) -> None:
         """Sample siblings into ``done``; the failure of one does not affect the others."""
         turn_sampler = self._turn_sampler
         if turn_sampler is None:
-            sampled = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            sampled = await run_rollouts(self._sampler, work, siblings, prompt)
             done |= {message.header.sibling: (message, frames) for message, frames in sampled}
             return
         booking = self._lanes.book(len(siblings))

@@ -19,6 +19,7 @@ from slipstream.generators.turns.histories import (
     num_replies,
     numbered,
 )
+from slipstream.generators.turns.images import TrajectoryImages
 from slipstream.generators.turns.off_loop import LARGE_BYTES, off_loop
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ParsedReply
@@ -27,6 +28,7 @@ from slipstream.generators.turns.requests import (
     ChatRequest,
     FinishReason,
     TextRequest,
+    images_of,
     normalized,
 )
 from slipstream.wire.errors import EngineError
@@ -139,6 +141,7 @@ class TrajectoryCalls:
         longest_token: int = 0,
         vocab_size: int = 0,
         on_reply: Callable[[RecordedReply], None] | None = None,
+        images: TrajectoryImages | None = None,
     ) -> None:
         """Begin without a call.
 
@@ -153,7 +156,9 @@ class TrajectoryCalls:
             longest_token: Characters of the longest token; 0 is unknown.
             vocab_size: Number of token ids that a prompt may hold; 0 is unknown.
             on_reply: Receives each reply that becomes part of the trajectory.
+            images: Images that messages may show; None: none.
         """
+        self.images = images or TrajectoryImages()
         self._sample = sample
         self._params = params
         self._rendering = rendering
@@ -187,6 +192,7 @@ class TrajectoryCalls:
         tools, asked, digest, prompt_ids, beginning, is_foreign = await off_loop(
             size, self._understood, request
         )
+        await self.images.stored()
         if is_foreign:
             await self._refuse_unless_text(beginning, tools)
         with self._params_of(prompt_ids, request.limit, request.stops) as (params, experts):
@@ -304,7 +310,7 @@ class TrajectoryCalls:
         Raises:
             TrajectoryLimitError: the request is too large.
         """
-        if self._longest_token:
+        if self._longest_token and not self.images.are_seen:
             most = _BYTES_OF_A_CHARACTER * (self._most_characters + _TOOL_CHARACTERS)
             self._refuse(len(body), most, "bytes")
         num_values = sum(map(body.count, (b",", b"[", b"{")))
@@ -332,7 +338,8 @@ class TrajectoryCalls:
         """
         request.check()
         self._refuse(len(request.messages), self.conversation.max_tokens, "messages")
-        messages = [normalized(message) for message in request.messages]
+        asked = tuple(map(self.images.taken, request.messages))
+        messages = [normalized(message) for message in asked]
         tools = request.tools if request.tools and request.tool_choice != "none" else []
         if self._longest_token:
             size = num_characters(messages)
@@ -342,7 +349,6 @@ class TrajectoryCalls:
         alike = numbered(messages)
         digests = digests_of([{"tools": in_order}, *alike])
         history = _History(messages, alike, digests, tools, in_order, is_counted)
-        asked = tuple(request.messages)
         try:
             if messages[-1]["role"] == "assistant":
                 begun = self._begun(history)
@@ -391,7 +397,8 @@ class TrajectoryCalls:
         if prompt_ids is None:
             if not history.is_counted:
                 self._compare(history.alike, history.sorted_tools)
-            prompt_ids = self._rendering.first(history.messages, history.tools)
+            ids = self._rendering.first(history.messages, history.tools)
+            prompt_ids = self.images.marked(ids, history.messages)
         return prompt_ids
 
     def _continued(self, request: TextRequest) -> list[int]:
@@ -428,7 +435,8 @@ class TrajectoryCalls:
             if num_replies(new):
                 return None  # it holds a reply that the policy did not give
             sampled = reply.completion.token_ids
-            return [*reply.prompt_ids, *sampled, *self._rendering.following(sampled, new)]
+            following = self.images.marked(self._rendering.following(sampled, new), new)
+            return [*reply.prompt_ids, *sampled, *following]
         return None
 
     def _replies_in(self, history: _History) -> Iterator[tuple[int, RecordedReply]]:
@@ -453,9 +461,10 @@ class TrajectoryCalls:
                 yield count, reply
 
     def _written(self, alike: Messages, tools: Sequence[Json]) -> str | None:
-        """Return what the template writes for messages; None if it refuses them."""
+        """Return what messages look like to the policy; None if the template refuses them."""
+        images = [image.digest for message in alike for image in images_of(message)]
         with suppress(ValueError, TypeError):
-            return self._rendering.text(alike, tools)
+            return " ".join([self._rendering.text(alike, tools), *images])
         return None
 
     def _written_until(self, reply: RecordedReply, *, has_thought: bool) -> str:

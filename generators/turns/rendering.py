@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.turns.requests import content_text
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Json
 
@@ -174,5 +175,5 @@ class MessageRendering:
             ValueError: it refuses them.
         """
         if self._template is None:
-            return "".join(str(message["content"]) for message in messages)
+            return "".join(content_text(message["content"]) for message in messages)
         return self._template.text(messages, tools)

@@ -5,12 +5,13 @@ trains, not the client. A tool call that is ``required`` is not forced: it is th
 and an agent must handle a reply without one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from typing_extensions import override
 
+from slipstream.wire.messages.images import Image
 from slipstream.wire.messages.trajectory import Json
 
 MAX_REQUEST_BYTES = 32 << 20
@@ -182,8 +183,10 @@ class TextRequest(_Completion, frozen=True, kw_only=True):
 def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     """Return a message as templates take it: content is text, arguments are objects.
 
+    Content with an image is a list of parts.
+
     Raises:
-        BadRequestError: the message is not text.
+        BadRequestError: the message has something else.
     """
     role = message.get("role")
     if not isinstance(role, str):
@@ -192,7 +195,8 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
         if message.get(name) is not None:
             raise BadRequestError(f"{name} of a message is not offered", "messages")
     normal: dict[str, Json] = {"role": "system" if role == "developer" else role}
-    normal["content"] = content_text(message.get("content"))
+    content = message.get("content")
+    normal["content"] = _parts(content or ()) if images_of(message) else content_text(content)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
             raise BadRequestError("tool_calls of a message is no list", "messages")
@@ -203,11 +207,35 @@ def normalized(message: Mapping[str, Json]) -> dict[str, Json]:
     return normal
 
 
+def images_of(message: Mapping[str, Json]) -> list[Image]:
+    """Return the images of a message, in order."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return []
+    return [image for part in content if (image := _image(part)) is not None]
+
+
+def _image(part: Json) -> Image | None:
+    match part:
+        case {"type": "image", "image": [*facts]}:
+            return msgspec.convert(facts, Image)
+        case _:
+            return None
+
+
+def _parts(content: Sequence[Json]) -> list[Json]:
+    """Return parts of text and images in the one form that templates get."""
+    return [
+        part if _image(part) is not None else {"type": "text", "text": content_text([part])}
+        for part in content
+    ]
+
+
 def content_text(content: Json) -> str:
-    """Return the content of a message as text.
+    """Return the content of a message as text; an image is as a person reads it.
 
     Raises:
-        BadRequestError: the content is not text.
+        BadRequestError: the content is neither text nor an image.
     """
     match content:
         case None:
@@ -215,7 +243,11 @@ def content_text(content: Json) -> str:
         case str():
             return content
         case list():
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            images = [_image(part) for part in content]
+            parts = [
+                image.text if image else part.get("text") if isinstance(part, dict) else None
+                for part, image in zip(content, images, strict=True)
+            ]
             texts = [part for part in parts if isinstance(part, str)]
             if len(texts) == len(content):
                 return "".join(texts)

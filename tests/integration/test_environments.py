@@ -18,17 +18,28 @@ from slipstream.generators.environments.host import (
     ProcessLimits,
 )
 from slipstream.generators.environments.messages import BeginTrajectory
-from slipstream.generators.environments.rollout import TrajectoryOutcome, run_trajectory
+from slipstream.generators.environments.rollout import (
+    TrajectoryOutcome,
+    run_trajectory,
+    transcript_text,
+)
 from slipstream.generators.text.chat_template import ChatTemplate
+from slipstream.generators.text.images import ImageMarks
 from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
+from slipstream.generators.turns.images import TrajectoryImages
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.messages.images import digest_of
+from slipstream.wire.messages.trajectory import ChatMessage, ContentPart, Prompt
+from slipstream.wire.models.pixels import checked_image
+from tests.integration.environments.guessing import png
 from tests.support.playing import hosted, play
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.capture.test_capture import CALL, Engine, parse
+from tests.unit.generators.capture.test_images_of_agents import LAW
+from tests.unit.generators.capture.test_images_of_agents import TEMPLATE as SEEN
 from tests.unit.generators.turns.test_rendering import END, STOP, TOOLS, decode, encode, token_text
 
 pytestmark = pytest.mark.integration
@@ -58,12 +69,14 @@ async def host(
         await started.close()
 
 
-def calls_at(engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999) -> TrajectoryCalls:
+def calls_at(
+    engine: Engine, *, max_turns: int = 9, max_tokens: int = 9_999, template: str = TOOLS
+) -> TrajectoryCalls:
     return TrajectoryCalls(
         sample=engine.sample,
         params=SamplingParams(temperature=1.0, max_new_tokens=400),
         rendering=MessageRendering(
-            ChatTemplate(TOOLS, {}, origin="test"), encode, token_text, {END, STOP}
+            ChatTemplate(template, {}, origin="test"), encode, token_text, {END, STOP}
         ),
         conversation=Conversation(max_turns=max_turns, max_tokens=max_tokens),
         encode=encode,
@@ -93,6 +106,27 @@ async def outcome(
     its = calls_at(Engine(list(says)), **options)
     async with host(name) as environment:
         return await run_trajectory(environment, its, PROMPT, timeout_s=timeout_s), its
+
+
+async def test_an_environment_shows_images_of_files_and_bytes_besides_those_of_the_prompt():
+    images = [png(shade=shade) for shade in (9, 1, 2)]
+    stored: list[bytes] = []
+
+    async def store(content: bytes) -> None:
+        stored.append(content)
+
+    its = calls_at(Engine(["a", "b", "c"]), template=SEEN)
+    part = ContentPart(image=checked_image(images[0]))
+    prompt = Prompt(prompt=(ChatMessage("user", (ContentPart(text="see "), part)),))
+    its.images = TrajectoryImages(ImageMarks(LAW), prompt.images, store)
+    async with host("Showing") as environment:
+        found = await run_trajectory(environment, its, prompt, timeout_s=HANG_S)
+    assert (found.ended_by, found.reward) == ("environment", 3.0)
+    assert stored == images[1:]  # the run has the prompt's
+    tokens = its.images.encoded(its.conversation.token_ids)
+    assert [span.digest for span in tokens.images] == [digest_of(image) for image in images]
+    assert its.conversation.branches == ()
+    assert "user: now [image " in transcript_text(found.messages).replace("\n", "")
 
 
 async def test_policy_and_environment_take_turns_until_it_is_done():

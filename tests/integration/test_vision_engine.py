@@ -25,15 +25,10 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.image_law import ImageLaw, image_law
 from slipstream.wire.models.pixels import checked_image
 from tests.integration.sglang_load import client_of, until_load
+from tests.support.drawn_images import drawn
 from tests.support.ranks.run import start
 from tests.support.tiny_run import sglang_server
-from tests.support.vision_models import (
-    IMAGE_TOKEN,
-    VISION_MODELS,
-    VOCABULARY,
-    picture,
-    write_vision,
-)
+from tests.support.vision_models import IMAGE_TOKEN, VISION_MODELS, VOCABULARY, write_vision
 
 pytestmark = pytest.mark.integration
 OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
@@ -43,7 +38,7 @@ LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
 Model: TypeAlias = Callable[..., Path]  # of a name and a seed
 TRIES = 20  # to change weights while an answer is in the making
 END = VOCABULARY["<|im_end|>"]
-WIDE, OTHER, TALL = picture(200, 150), picture(200, 150, 1), picture(60, 300)
+WIDE, OTHER, TALL = drawn(200, 150), drawn(200, 150, seed=1), drawn(60, 300)
 
 
 class Pictures:
@@ -264,7 +259,7 @@ async def test_a_request_that_contradicts_its_images_is_refused_and_the_next_is_
     qwen2_5_vl: SglangProcess, model: Model, tmp_path: Path
 ):
     pictures = Pictures(model("qwen2_5_vl"), tmp_path)
-    unseen = picture(90, 90)
+    unseen = drawn(90, 90)
     ids, images = pictures.prompt("see ", unseen)
     async with client_of(qwen2_5_vl, OLD) as engine:
         moved = [IMAGE_TOKEN, *ids[:-1]]

@@ -3,13 +3,10 @@
 Usage: vision_models FOLDER FAMILY SEED
 """
 
-import io
 import json
 import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.ranks.run import outputs, start
@@ -129,7 +126,7 @@ def write_tokens(folder: Path, name: str) -> None:
     patch = VISION_MODELS[name]["vision_config"]["patch_size"]  # type: ignore[index]
     files = {
         "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2TokenizerFast",
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
             "pad_token": "<pad>",
             "bos_token": None,
@@ -151,16 +148,6 @@ def write_tokens(folder: Path, name: str) -> None:
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content, indent=2))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-
-
-def picture(width: int, height: int, seed: int = 0) -> bytes:
-    """Return a PNG of blocks of random colors."""
-    random = np.random.default_rng([width, height, seed])
-    blocks = random.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
-    pixels = blocks.repeat(8, axis=0).repeat(8, axis=1)[:height, :width]
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
 
 
 def main(folder: Path, name: str, seed: str = "7") -> None:

@@ -216,6 +216,9 @@ class SamplingSection(Section, frozen=True, kw_only=True):
     """Longer prompts are treated according to sampling.overlong_prompts."""
     max_response_tokens: AtLeast1 = 512
     """A response ends here at the latest."""
+    max_image_pixels: AtLeast0 = 0
+    """Images of more pixels are made smaller, for engine and learner alike; 0 is the model's own
+    limit, where a photograph may have 16,000 tokens."""
     min_response_tokens: AtLeast0 = 0
     """No end of a response is sampled before this many tokens."""
     stop: tuple[str, ...] = ()

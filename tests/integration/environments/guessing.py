@@ -3,9 +3,12 @@
 import asyncio
 import ctypes
 import os
+import struct
 import subprocess
 import sys
+import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +317,30 @@ class NoStep:
 
 if __name__ == "__main__":
     sys.exit("environments are imported")
+
+
+class Showing(Environment):
+    """Shows the prompt, then an image from a file, then one that it drew."""
+
+    shown = 0
+
+    async def step(self, reply: Reply) -> Step:
+        del reply
+        self.shown += 1
+        image: bytes | Path = png(shade=self.shown)
+        if self.shown == 1:
+            image = Path(tempfile.gettempdir()) / "seen.png"
+            image.write_bytes(png(shade=self.shown))
+        parts = [{"type": "text", "text": "now "}, {"type": "image", "image": image}]
+        return Step(messages={"role": "user", "content": parts}, done=self.shown == 3, reward=1.0)
+
+
+def png(*, shade: int) -> bytes:
+    """Return a file of 84 x 56 pixels of one shade of gray."""
+    rows = (b"\0" + bytes([shade]) * 84) * 56
+    head = struct.pack(">IIBBBBB", 84, 56, 8, 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n"
+    for name, content in ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        file += struct.pack(">I", len(content)) + name + content
+        file += struct.pack(">I", zlib.crc32(name + content))
+    return file

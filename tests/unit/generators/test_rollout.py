@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.engine import Completion, PromptImage, SamplingParams
 from slipstream.generators.rollout import (
     Sampler,
     Submission,
@@ -18,10 +18,12 @@ from slipstream.generators.rollout import (
     submitted_transcript,
 )
 from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.text.images import Encoded
 from slipstream.learner.batches.packing import pack, unpack
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.images import ImageSpan
 from slipstream.wire.messages.trajectory import Decisions, Prompt, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
@@ -124,7 +126,22 @@ def test_a_payload_whose_logprobs_do_not_match_its_tokens_is_not_sent():
         token_ids=[5, 2], logprobs=[-0.5], version_starts=[(0, OLD)], finish_reason="stop"
     )
     with pytest.raises(ValueError, match="needs 16 bytes, got 12"):
-        pack_payload([4, 13], broken)
+        pack_payload(Encoded([4, 13]), broken)
+
+
+def test_images_reach_the_engine_as_files_and_the_learner_as_places(codec: TextCodec):
+    engine = CannedEngine(completion(5), completion(4, 2))
+    spans = (ImageSpan("a" * 64, 1, 2, 4, 2), ImageSpan("b" * 64, 3, 1, 2, 2))
+    prompt, files = Encoded([3, 7, 7, 7, 9], spans), [Path("a"), Path("b")]
+    sampler = Sampler(engine, codec, {"train": PARAMS}, None)
+    submissions = asyncio.run(run_rollouts(sampler, GROUP, GROUP.siblings, prompt, files))
+    ((ids, params, _, _),) = engine.asked
+    assert ids == prompt.token_ids
+    assert params.images == tuple(map(PromptImage, spans, files))
+    for _, frames in submissions:
+        assert decode_payload(frames[0]).images == spans
+    with pytest.raises(ValueError, match="shorter"):
+        asyncio.run(run_rollouts(sampler, GROUP, GROUP.siblings, prompt, files[:1]))
 
 
 def test_kept_tokens_travel_in_the_narrowest_types(codec: TextCodec):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from slipstream.generators.rollout import Sampler
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.generators.worker import GeneratorWorker
 from slipstream.wire.errors import ConfigError, EngineError
-from slipstream.wire.messages.trajectory import ChatMessage, Prompt
+from slipstream.wire.messages.images import Image
+from slipstream.wire.messages.trajectory import ChatMessage, ContentPart, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
@@ -25,6 +27,7 @@ from tests.support.canned_engine import CannedEngine, completion
 from tests.support.drawn_images import NO_IMAGES
 from tests.support.ledger_driver import make_rules
 from tests.support.running_broker import Running, running
+from tests.support.vision_models import VISION_MODELS, write_tokens
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.generators.working import HeldRewards
 
@@ -56,6 +59,15 @@ TEMPLATE = """{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') 
 {{- messages[0].content }}"""
 
 
+SEEING = "{% for part in messages[0].content %}{{ part.text or '<|image_pad|>' }}{% endfor %}"
+
+
+def image_at(row: int) -> Prompt:
+    """Return a prompt of four tokens; the first one has an image that nobody has."""
+    part = ContentPart(text="seen") if row else ContentPart(image=Image("a" * 64, 28, 28, 9))
+    return Prompt(prompt=(ChatMessage("user", (part,)),), row=row)
+
+
 def worker_of(
     it: Running,
     client: object,
@@ -64,9 +76,15 @@ def worker_of(
     *,
     skips_bad_prompts: bool = False,
     rewards: Rewards | None = None,
+    sees: bool = False,
 ) -> tuple[GeneratorWorker, Counting]:
-    write_blank_model(folder / "model", hidden=16, layers=1)
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    if sees:
+        write_tokens(folder / "model", "qwen2_5_vl")
+        config = json.dumps(VISION_MODELS["qwen2_5_vl"])
+        (folder / "model" / "config.json").write_text(config)
+    else:
+        write_blank_model(folder / "model", hidden=16, layers=1)
+    (folder / "model" / "chat_template.jinja").write_text(SEEING if sees else TEMPLATE)
     sampling = SamplingSection(max_prompt_tokens=6, overlong_prompts=overlong)  # type: ignore[arg-type]
     engine = Counting()
     sampler = Sampler(engine, TextCodec(folder / "model", sampling), {"train": PARAMS}, 9)
@@ -94,6 +112,7 @@ def ledger(prompt_at: Callable[[int], Prompt] = prompt_at) -> Ledger:
     [
         (prompt_at, {"overlong": "drop"}, "overlong_prompt"),
         (conversation_at, {"skips_bad_prompts": True}, "bad_prompt"),
+        (image_at, {"skips_bad_prompts": True, "sees": True}, "bad_prompt"),
     ],
 )
 async def test_a_prompt_that_cannot_be_answered_is_dropped_and_another_answered(

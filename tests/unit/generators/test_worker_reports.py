@@ -8,6 +8,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from slipstream.broker.history.rates import RunRates
+from slipstream.broker.images import LocalImages
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import Differences, TurnSampler
 from slipstream.generators.lanes.lanes import CallLanes
@@ -154,6 +155,7 @@ class TwoCalls(Uncounted):
         sibling: int,
         lanes: CallLanes,
         on_reply: Callable[[RecordedReply], None] | None = None,
+        images: LocalImages | None = None,
     ) -> Submission:
         async with lanes.call():
             self.calling.set()
@@ -177,6 +179,7 @@ class Ends(Uncounted):
         sibling: int,
         lanes: CallLanes,
         on_reply: Callable[[RecordedReply], None] | None = None,
+        images: LocalImages | None = None,
     ) -> Submission:
         async with lanes.call():
             if self.errors:

@@ -25,6 +25,7 @@ from slipstream.generators.text.chat_template import ChatTemplate
 from slipstream.generators.turns.calls import TrajectoryCalls
 from slipstream.generators.turns.conversation import Conversation
 from slipstream.generators.turns.histories import numbered
+from slipstream.generators.turns.images import TrajectoryImages
 from slipstream.generators.turns.rendering import MessageRendering
 from slipstream.generators.turns.replies import ParsedReply
 from slipstream.generators.turns.requests import MAX_REQUEST_BYTES, ChatRequest, TextRequest
@@ -112,6 +113,7 @@ async def served(
     longest_token: int = 0,
     encoded: Callable[[str], list[int]] = encode,
     template: str = TOOLS,
+    images: TrajectoryImages | None = None,
 ) -> AsyncIterator[Served]:
     engine = Engine(list(says))
     calls = TrajectoryCalls(
@@ -126,6 +128,7 @@ async def served(
         parse=parse,
         vocab_size=VOCABULARY,
         longest_token=longest_token,
+        images=images,
     )
     server = CaptureServer(
         host="127.0.0.1", port=0, model="policy", token_text=token_text, limit=limit, idle_s=idle_s
@@ -527,7 +530,7 @@ def test_each_field_of_the_client_is_honoured_ignored_or_refused():
         (b'{"messages": "hello"}', "not a request"),
         (b'{"messages": []}', "messages is empty"),
         (b'{"messages": [{"role": 4}]}', "has the role 4"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is not text"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "no data URL"),
         (b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "is not a call"),
         (b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 0}', "not a request"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from slipstream.generators.sglang.images import FileImages, ImageEntry, positions
 from slipstream.wire.messages.images import ImageSpan, digest_of
 from slipstream.wire.models.image_law import ImageLaw
-from tests.support.vision_models import picture
+from tests.support.drawn_images import drawn
 
 LAW = ImageLaw(image_token=5)
 EMPTY = types.ModuleType("schedule_batch")
@@ -37,7 +37,7 @@ def test_tokens_of_an_image_have_one_time_and_text_continues_after_its_longer_ed
 
 async def test_an_image_is_read_beside_the_loop_and_once_for_all_that_ask_meanwhile(tmp_path: Path):
     images = FileImages(EMPTY, LAW, None)
-    content = picture(84, 56)
+    content = drawn(84, 56)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # whose reader waits
     spans = [ImageSpan(digest_of(content), first, 6, 4, 6) for first in (3, 9)]
@@ -52,7 +52,7 @@ async def test_an_image_is_read_beside_the_loop_and_once_for_all_that_ask_meanwh
 async def test_images_that_nobody_asks_for_make_room(tmp_path: Path):
     size = 24 * LAW.channels * 4
     images = FileImages(EMPTY, LAW, None, most_bytes=2 * size)
-    entries = [entry(tmp_path, picture(84, 56, seed)) for seed in range(3)]
+    entries = [entry(tmp_path, drawn(84, 56, seed=seed)) for seed in range(3)]
     kept = [await images.patches_of(each) for each in entries]
     assert await images.patches_of(entries[2]) is kept[2]
     assert await images.patches_of(entries[1]) is kept[1]
@@ -62,7 +62,7 @@ async def test_images_that_nobody_asks_for_make_room(tmp_path: Path):
 
 async def test_what_could_not_be_read_is_read_again(tmp_path: Path):
     images = FileImages(EMPTY, LAW, None)
-    content = picture(84, 56)
+    content = drawn(84, 56)
     asked = entry(tmp_path, content)
     fill(asked, content[:50])
     with pytest.raises(ValueError, match=f"is not image {digest_of(content)[:8]}"):

@@ -54,6 +54,8 @@ def encode(text: str) -> list[int]:
 
 
 def token_text(token_id: int) -> str:
+    if token_id < 0:  # an image
+        return f"[{-token_id}]"
     return {number: text for text, number in SPECIAL.items()}.get(token_id) or chr(token_id)
 
 
