@@ -27,7 +27,7 @@ from slipstream.generators.sglang.shadow_loads import (
     forget,
     stage,
 )
-from slipstream.weightbus.version.engine_checksums import digest_of
+from slipstream.weightbus.version.engine_checksums import has_digest
 from slipstream.weightbus.version.mapped_file import watched
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.models.families.registry import checksum_name
@@ -191,7 +191,7 @@ def adopt_in_scheduler(module: ModuleType) -> None:
             seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_s
             if step in {"check", "compare"} and output is not None:
                 found = checksums_of(output.payload or [])
-                if digest_of(found) != order.digest:
+                if not has_digest(found, order.digest):
                     differing = found
                     if step == "compare":
                         forget(self)

@@ -16,9 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.generators.sglang.process import SglangProcess
-from slipstream.weightbus.version.engine_checksums import expected_checksums
+from slipstream.weightbus.version.engine_checksums import (
+    differing,
+    digest_of,
+    expected_checksums,
+    has_digest,
+)
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.models.families.registry import FAMILIES
+from slipstream.wire.models.hf_config import name_alone
 from slipstream.wire.models.model_files import WEIGHTS
 from tests.integration.sglang_load import client_of
 from tests.support.commands import called
@@ -127,6 +133,22 @@ def test_images_in_one_pack_are_seen_as_transformers_sees_each_alone(
     assert difference < 1e-4 * largest
     difference, largest = report["bfloat16"]
     assert difference < 0.06 * largest
+
+
+@pytest.mark.slow  # tests/unit/weightbus/version/test_engine_checksums.py has it by hand
+@pytest.mark.parametrize("name", ["qwen2_5_vl"])
+def test_an_engine_holds_a_tower_as_it_is_published(model: Callable[[str], Path], name: str):
+    """A version has the tower if it is trained; else the engine has it from its folder."""
+    folder = model(name)
+    whole = {name_alone(key): tensor for key, tensor in load_file(folder / WEIGHTS).items()}
+    text = {key: tensor for key, tensor in whole.items() if not key.startswith("visual.")}
+    with sglang_server(folder, longest=64) as server:
+        found = asyncio.run(checksums_of(server))
+    assert differing(expected_checksums(whole), found) == []
+    for version in (whole, text):
+        assert has_digest(found, digest_of(expected_checksums(version)))
+    moved = whole | {"visual.merger.ln_q.weight": whole["visual.merger.ln_q.weight"] + 1}
+    assert not has_digest(found, digest_of(expected_checksums(moved)))
 
 
 @pytest.mark.slow  # the test above has their plain form

@@ -1,6 +1,6 @@
 """Tensors of a model folder, read from the headers of its safetensors files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -9,6 +9,7 @@ from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 from slipstream.wire.models.families.registry import SCALE_SUFFIX, engine_tensor
+from slipstream.wire.models.families.tables import HF_TOWER
 from slipstream.wire.models.fp8 import quantized
 from slipstream.wire.models.hf_config import load_hf_config
 
@@ -22,6 +23,7 @@ class TensorSet:
     shapes: Shapes
     dtype: str  # example: float32
     is_fp8: bool = False  # matrices of layers are in fp8, with scales (wire/models/fp8.py)
+    tower: Shapes = field(default_factory=dict)  # vision tower: in a version if it is trained
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -59,17 +61,25 @@ def model_tensors(folder: Path, *, dtype: str, is_fp8: bool = False) -> TensorSe
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
     try:
-        return TensorSet(load_hf_config(folder).tensor_shapes, dtype, is_fp8)
+        hf = load_hf_config(folder)
+        return TensorSet(hf.tensor_shapes, dtype, is_fp8, hf.tower_shapes)
     except ConfigError:  # the engine reports what is wrong with it
         names = (name for name in shapes if not name.endswith(SCALE_SUFFIX))
         return TensorSet({name: shapes[name] for name in names}, dtype, is_fp8)
 
 
+def has_tower(manifest: WeightManifest) -> bool:
+    """Return True if a version has a vision tower."""
+    return any(spec.name.startswith(HF_TOWER) for spec in manifest.tensors)
+
+
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
     """Describe a manifest's difference from the model's tensors; empty if they agree.
 
-    A tied output layer may be left out or sent.
+    A tied output layer may be left out or sent, and so may a whole vision tower.
     """
+    if any(spec.name in expected.tower for spec in manifest.tensors):
+        expected = replace(expected, shapes=expected.shapes | expected.tower)
     known = expected.specs
     offered = {spec.name: spec for spec in manifest.tensors}
     if len(offered) != len(manifest.tensors):

@@ -10,10 +10,15 @@ from typing import Protocol, TypeAlias
 from slipstream.weightbus.agent.engine import Adoption, EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
 from slipstream.weightbus.agent.staging import Staging
-from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
+from slipstream.weightbus.agent.tensor_set import TensorSet, has_tower, mismatch
 from slipstream.weightbus.version.adapter_checksums import expected_of_version
 from slipstream.weightbus.version.disk import check_folder
-from slipstream.weightbus.version.engine_checksums import EngineLayout, digest_of, refuse
+from slipstream.weightbus.version.engine_checksums import (
+    EngineLayout,
+    digest_of,
+    refuse,
+    without_tower,
+)
 from slipstream.weightbus.version.mapped_file import open_mapped
 from slipstream.weightbus.version.tensor_bits import bits_in_folder
 from slipstream.wire.errors import EngineError, PublishError
@@ -359,6 +364,8 @@ class EngineUpdates:
         if command.wants == "nothing":
             return CommandOutcome(command_id=number)
         self._checksums = await self._engine.checksums()
+        if self._manifest is not None and not has_tower(self._manifest):
+            self._checksums = without_tower(self._checksums)
         return CommandOutcome(command_id=number, digest=digest_of(self._checksums))
 
     def _pausing(self) -> None:

@@ -24,7 +24,7 @@ from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
 from slipstream.wire.messages.part_relays import HashPart
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
-from slipstream.wire.models.families.tables import EMBEDDING, OUTPUT_LAYER
+from slipstream.wire.models.families.tables import EMBEDDING, HF_TOWER, OUTPUT_LAYER
 from slipstream.wire.process.gpus import usable_gpus
 
 Piece: TypeAlias = tuple[EngineTensor, str]  # place of one of our tensors, and its name
@@ -246,6 +246,8 @@ def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
     A tied output layer may be listed by the engine under its own name as well.
     """
+    if not any(name.startswith(HF_TOWER) for name in expected):
+        found = without_tower(found)
     names = set(expected) | (set(found) - _tied(found))
     return sorted(name for name in names if expected.get(name) != found.get(name))
 
@@ -269,6 +271,19 @@ def digest_of(checksums: Mapping[str, str]) -> str:
     names = sorted(set(checksums) - _tied(checksums))
     text = "\n".join(f"{name} {checksums[name]}" for name in names)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def has_digest(checksums: Mapping[str, str], digest: str) -> bool:
+    """Return True if an engine's checksums have a version's digest.
+
+    A version may leave out a vision tower that is not trained: the engine has it from its folder.
+    """
+    return digest in {digest_of(checksums), digest_of(without_tower(checksums))}
+
+
+def without_tower(checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return checksums without those of a vision tower."""
+    return {name: one for name, one in checksums.items() if not name.startswith(HF_TOWER)}
 
 
 def _tied(checksums: Mapping[str, str]) -> set[str]:

@@ -21,7 +21,15 @@ from slipstream.wire.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from slipstream.wire.models.families.qwen3_moe import QWEN3_MOE
 from slipstream.wire.models.families.qwen3_next import QWEN3_NEXT
 from slipstream.wire.models.families.qwen3_vl import QWEN3_VL
-from slipstream.wire.models.families.tables import EMBEDDING, Family, Split, without_expert
+from slipstream.wire.models.families.tables import (
+    EMBEDDING,
+    HF_TOWER,
+    Family,
+    Split,
+    Table,
+    Tower,
+    without_expert,
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -46,6 +54,8 @@ FAMILIES: dict[str, Family] = {
 }
 SCALE_SUFFIX = "_scale_inv"  # suffix of the scales of a quantized tensor's blocks
 _LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
+_OF_LISTS = f"{HF_TOWER}*."  # beginning of the keys of tensors in a tower's lists
+_IN_TOWER = re.compile(r"(visual\.\w+\.\d+\.)(.+)")
 _HF_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
 
@@ -93,7 +103,35 @@ def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
     return places
 
 
+def _tower_places(tower: Tower) -> Iterator[tuple[str, EngineTensor]]:
+    """Yield the places of a tower's tensors; those of lists by what follows their number."""
+    for table in tower.lists.values():
+        for name, place in _places_alone(table):
+            yield _OF_LISTS + name, place
+    for name, place in _places_alone(tower.ends):
+        yield HF_TOWER + name, replace(place, name=HF_TOWER + place.name)
+
+
+def _places_alone(table: Table) -> Iterator[tuple[str, EngineTensor]]:
+    """Yield the places of tensors that are parameters of their own, fused or not."""
+    tensors = [parameter.tensors[0] for parameter in table.values()]
+    for tensor, parameter in zip(tensors, table.values(), strict=True):
+        fused = tuple(t.name for t in tensors if t.engine_name == tensor.engine_name)
+        place = EngineTensor(
+            tensor.engine_name,
+            fused.index(tensor.name),
+            tensor.row_multiple,
+            tensor.column_multiple,
+            split=parameter.split,
+            stacked=3 if ".qkv." in tensor.name else 1,
+            partners=fused if len(fused) > 1 else (),
+        )
+        yield tensor.name, place
+
+
 def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
+    if family.tower is not None:
+        yield from _tower_places(family.tower)
     for parameter in (parameter for table in family.tables() for parameter in table.values()):
         for position, tensor in enumerate(parameter.tensors):
             has_experts = tensor.expert is not None
@@ -141,8 +179,9 @@ def engine_tensor(name: str, beside: Container[str] = ()) -> EngineTensor:
     """
     if name.endswith(SCALE_SUFFIX):
         return _of_scales(engine_tensor(name.removesuffix(SCALE_SUFFIX), beside))
-    found = _HF_LAYER.fullmatch(name)
+    found = _HF_LAYER.fullmatch(name) or _IN_TOWER.fullmatch(name)
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
+    inner = _OF_LISTS + inner if prefix.startswith(HF_TOWER) else inner
     inner, expert = without_expert(inner)
     place = _ENGINE_TENSORS.get(inner)
     if place is None:

@@ -409,14 +409,47 @@ def copy(name: str, *shape: Size, divided: Split | None = None) -> Parameter:
     return Parameter("copy", (HfTensor(name, shape),), divided=divided)
 
 
-def tower_table(shapes: Mapping[str, tuple[Size, ...]]) -> Table:
-    """Return parameters of a vision tower, by the names of their tensors."""
-    return {name: copy(name, *shape, divided="whole") for name, shape in shapes.items()}
-
-
 def _vocabulary(name: str) -> Parameter:
     tensor = HfTensor(name, ("vocabulary", "hidden"), row_multiple=_VOCABULARY_MULTIPLE)
     return Parameter("vocab", (tensor,))
+
+
+def tower_table(shapes: Mapping[str, tuple[Size, ...]]) -> Table:
+    """Return parameters of a vision tower, by the names of their tensors.
+
+    They are whole on ranks of the learner, and divided over those of an engine.
+    """
+    return {name: _of_tower(name, *shape) for name, shape in shapes.items()}
+
+
+# Tensors that an engine divides by rows, or by columns, and one whose rows it pads.
+_BY_ROWS = ("attn.qkv", "gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
+_BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
+_PLACES = "pos_embed"
+
+
+def _of_tower(name: str, *shape: Size) -> Parameter:
+    owner, _, kind = name.rpartition(".")
+    split: Split = "whole"
+    if owner.endswith(_BY_ROWS):
+        split = "rows"
+    elif owner.endswith(_BY_COLUMNS) and kind == "weight":
+        split = "columns"
+    elif owner == _PLACES:
+        split = "vocabulary"
+    engine_name = name.replace("attn.qkv.", "attn.qkv_proj.")
+    for part in ("gate_proj", "up_proj"):
+        engine_name = engine_name.replace(f"mlp.{part}.", "mlp.gate_up_proj.")
+    rows = INNER_MULTIPLE if shape[0] == "vision_inner" else 1
+    columns = INNER_MULTIPLE if shape[-1] == "vision_inner" and len(shape) > 1 else 1
+    tensor = HfTensor(
+        name,
+        shape,
+        row_multiple=_VOCABULARY_MULTIPLE if owner == _PLACES else rows,
+        column_multiple=columns,
+        engine_name=engine_name,
+    )
+    return Parameter("copy", (tensor,), divided=split)
 
 
 def _qkv(kind: Literal["weight", "bias"], *rest: Size) -> Parameter:

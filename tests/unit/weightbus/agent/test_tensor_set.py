@@ -5,7 +5,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.weightbus.agent.tensor_set import Shapes, TensorSet, mismatch, model_tensors
+from slipstream.weightbus.agent.tensor_set import (
+    Shapes,
+    TensorSet,
+    has_tower,
+    mismatch,
+    model_tensors,
+)
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
@@ -131,3 +137,14 @@ def test_a_routers_bias_is_published_in_float32_whatever_the_engines_type_is():
 
     assert mismatch(offered("float32"), known) == ""
     assert "has type bfloat16, the engine float32" in mismatch(offered("bfloat16"), known)
+
+
+def test_a_version_has_all_of_a_vision_tower_or_nothing():
+    tower: Shapes = {"visual.merger.a": (2,), "visual.merger.b": (2,)}
+    known = TensorSet(MODEL, "float32", tower=tower)
+    assert mismatch(manifest(MODEL), known) == ""
+    assert mismatch(manifest(MODEL | tower), known) == ""
+    assert "lacks ['visual.merger.b']" in mismatch(
+        manifest(MODEL | {"visual.merger.a": (2,)}), known
+    )
+    assert [has_tower(manifest(shapes)) for shapes in (MODEL, MODEL | tower)] == [False, True]

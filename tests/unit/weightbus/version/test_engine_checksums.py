@@ -15,6 +15,7 @@ from slipstream.weightbus.version.engine_checksums import (
     digest_of,
     engine_layout_of,
     expected_checksums,
+    has_digest,
     hash_parts,
     joined_checksums,
 )
@@ -334,3 +335,25 @@ def test_hosts_of_the_learner_hash_what_they_have_and_join_it(
             joined_checksums(hosts[1:])
         with pytest.raises(PublishError, match=r"hosts of the learner do not have .* once"):
             joined_checksums([*hosts, hosts[0]])
+
+
+def test_a_tower_is_fused_as_the_engine_has_it_and_may_be_missing_in_a_version():
+    """Its MLP is padded to 32 rows; a version without it is compared without it."""
+    gate, up, qkv = weights(20, 3), weights(20, 3), weights(9, 3)
+    tower = {
+        "visual.blocks.1.mlp.up_proj.weight": up,
+        "visual.blocks.1.mlp.gate_proj.weight": gate,
+        "visual.blocks.1.attn.qkv.weight": qkv,
+    }
+    text = {"model.norm.weight": weights(3)}
+    found = expected_checksums(tower | text)
+    fused = torch.cat([pad(gate, (0, 0, 0, 12)), pad(up, (0, 0, 0, 12))])
+    assert found["visual.blocks.1.mlp.gate_up_proj.weight"] == digest(fused)
+    assert found["visual.blocks.1.attn.qkv_proj.weight"] == digest(qkv)
+    expected = expected_checksums(text)
+    assert differing(expected, found) == []
+    assert has_digest(found, digest_of(expected))
+    assert has_digest(found, digest_of(found))
+    other = found | {"visual.blocks.1.attn.qkv_proj.weight": "0"}
+    assert not has_digest(other, digest_of(found))
+    assert differing(found, other) == ["visual.blocks.1.attn.qkv_proj.weight"]
