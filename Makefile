@@ -34,6 +34,10 @@ quickstart-null: setup  ## the same without learning: the evaluation must not mo
 	@$(PY) -m slipstream.deploy.main quickstart run.name=quickstart-null learner.lr=0
 quickstart-agent: setup  ## teach a tiny policy to add three numbers with a tool, in several turns
 	@$(PY) -m slipstream.deploy.main quickstart --agent
+quickstart-vision: setup  ## teach a tiny policy with random weights the colors of shapes in images
+	@$(PY) -m slipstream.deploy.main quickstart --vision
+quickstart-vision-null: setup  ## the same without learning: the evaluation must not move
+	@$(PY) -m slipstream.deploy.main quickstart --vision run.name=quickstart-vision-null learner.lr=0
 quickstart-agent-null: setup  ## the same without learning: the evaluation must not move
 	@$(PY) -m slipstream.deploy.main quickstart --agent run.name=quickstart-agent-null learner.lr=0
 smollm2: setup  ## teach sums to a real chat model of 135M parameters; eleven minutes, 9 GB of memory
@@ -152,6 +156,6 @@ docs:  ## generate docs/settings.md, metrics.md, models.md, parts of coming_from
 	$(PY) -m docs.generate.verl --write
 	$(PY) -m docs.generate.results --write
 	mkdir -p .cache && $(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
-.PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null smollm2 format lint unit test-integration test \
+.PHONY: help setup quickstart quickstart-null quickstart-agent quickstart-agent-null quickstart-vision quickstart-vision-null smollm2 format lint unit test-integration test \
 	test-loaded rehearsal-setup rehearsal device-wheels device-rehearsal test-slow mutants audit chaos test-all \
 	policy docs setup-gpu locks sbom

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def write_problems(folder: Path) -> None:
         write_rows(folder / f"{name}.jsonl", rows)
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write rows as JSONL unless the file holds them already."""
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.is_file() and path.read_bytes() == content:

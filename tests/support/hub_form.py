@@ -75,13 +75,18 @@ def as_family_of_the_hub(folder: Path, name: str) -> None:
         in_mxfp4(model)
 
 
-def policy_alone(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a policy's tensors under the names that it would have without a model around it."""
+def policy_alone(stored: Mapping[str, Tensor], *, has_tower: bool = False) -> dict[str, Tensor]:
+    """Return a policy's tensors under the names that it would have without a model around it.
+
+    With ``has_tower`` its vision tower is trained, too.
+    """
     alone: dict[str, Tensor] = {}
     for full, tensor in stored.items():
         name = full.replace(_WITHIN, "model.", 1)
         prefix, _, last = name.rpartition(".")
-        if name.startswith(("model.visual.", "mtp.")):
+        if "visual." in name or name.startswith("mtp."):
+            if has_tower:
+                alone[name.removeprefix("model.")] = tensor
             continue
         if name == full or not prefix.endswith(".experts"):
             alone[name] = tensor

@@ -22,7 +22,12 @@ IN_FP8 = 0.3  # nats of a token of a random model whose engine computes in fp8
 
 
 def assert_trained_and_served(
-    run: TinyRun, holder: EngineLayout, *, most_versions: int | None = None, is_fp8: bool = False
+    run: TinyRun,
+    holder: EngineLayout,
+    *,
+    most_versions: int | None = None,
+    is_fp8: bool = False,
+    has_tower: bool = False,
 ) -> dict[str, Any]:
     """Wait for a run whose one engine holds at last what was learned; return its summary.
 
@@ -31,12 +36,13 @@ def assert_trained_and_served(
         holder: of the engine's tensors.
         most_versions: that may have chosen an answer's tokens; others are not compared.
         is_fp8: True if the engine's matrices are in fp8.
+        has_tower: True if a vision tower is trained, too.
     """
     assert run.wait() == 0, run.output
     summary = run.summary()
     assert summary["trained"] == 4 * summary["steps"]
     assert summary["equation"]["unaccounted"] == 0
-    final = policy_alone(load_file(run.folder / "model" / "model.safetensors"))
+    final = policy_alone(load_file(run.folder / "model" / "model.safetensors"), has_tower=has_tower)
     if is_fp8:
         final = dict(_quantized(final))
     expected = digest_of(expected_checksums(final, holder))

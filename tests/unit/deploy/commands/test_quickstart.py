@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.quickstart import add_arguments, copy_policy, main
+from slipstream.deploy.commands.quickstart import ADDITION, add_arguments, copy_policy, main
 from slipstream.deploy.examples.addition import SHIPPED_POLICY
 from slipstream.wire.errors import ConfigError
 
 
 def test_the_policy_is_copied_whole(tmp_path: Path):
     out = tmp_path / "new" / "model"
-    copy_policy(SHIPPED_POLICY, out)
+    copy_policy(ADDITION, out)
     wanted = {path.name: path.read_bytes() for path in SHIPPED_POLICY.iterdir()}
     assert {path.name: path.read_bytes() for path in out.iterdir()} == wanted
 
@@ -19,7 +19,7 @@ def test_nothing_is_replaced_by_the_policy(tmp_path: Path):
     (tmp_path / "mine").touch()
     for there in (tmp_path, tmp_path / "mine"):
         with pytest.raises(ConfigError, match="exists already"):
-            copy_policy(SHIPPED_POLICY, there)
+            copy_policy(ADDITION, there)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
