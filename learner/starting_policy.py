@@ -15,7 +15,7 @@ from slipstream.learner.model import device
 from slipstream.learner.model.adapters.lora import add_adapters
 from slipstream.learner.model.adapters.peft import hash_of_base, load_adapter
 from slipstream.learner.model.collectives import broadcast_bytes
-from slipstream.learner.model.division import POLICY, section_for
+from slipstream.learner.model.division import POLICY, section_for, with_vision
 from slipstream.learner.model.gpt import build_model
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
@@ -215,28 +215,13 @@ def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) 
     return model
 
 
-def seen_by(learner: LearnerSection, hf: HfConfig, setting: str) -> HfConfig:
-    """Return a model's architecture, with its vision tower trained or not.
-
-    Raises:
-        ConfigError: the policy's tower is to be trained, and it has none.
-    """
-    if learner.vision == "frozen":
-        return hf
-    if hf.vision is None and setting == POLICY:
-        raise ConfigError(
-            f'learner.vision = "trained", and {setting} ({hf.model_type}) has no vision tower'
-        )
-    return msgspec.structs.replace(hf, trains_vision=hf.vision is not None)
-
-
 def load_model(
     learner: LearnerSection, folder: Path, setting: str = "run.model", *, fill: bool = True
 ) -> RankModel:
     """Return the model in a folder that a setting names, with its weights or random ones."""
     on_gpu = device.device().type == "cuda"
     bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
-    hf = seen_by(learner, load_hf_config(folder, setting), setting)
+    hf = with_vision(load_hf_config(folder, setting), learner, setting)
     section = learner if setting == POLICY else section_for(hf, learner)
     extra = dict(section.megatron)
     if learner.deterministic:

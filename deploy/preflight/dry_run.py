@@ -17,7 +17,7 @@ from slipstream.deploy.predict.memory.gpu import (
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart, total_bytes
 from slipstream.deploy.predict.size.options import policies_beside
 from slipstream.deploy.terminal.console import plain_table
-from slipstream.learner.model.division import refuse_policy
+from slipstream.learner.model.division import refuse_policy, with_vision
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.settings.sections import model_folder
 
@@ -35,7 +35,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     """
     frozen, has_critic = policies_beside(config)
     _print_processes(config, plans, console)
-    hf = load_hf_config(model_folder(config.run))
+    hf = with_vision(load_hf_config(model_folder(config.run)), config.learner.learner)
     refuse_policy(hf, config.learner)
     if config.generators.device == "cpu":
         console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")

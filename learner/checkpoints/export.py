@@ -52,6 +52,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merged: bool = False) -> N
     source = with_tokenizer(source, fetch.cache, fetch.setting)
     init_topology(rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=300.0)
     try:
+        if info.architecture.get("trains_vision"):
+            hf = msgspec.structs.replace(hf, trains_vision=True)
         model = build_model(hf, dtype=getattr(torch, info.dtype), extra={})
         if info.adapters is not None:
             facts = msgspec.structs.replace(info.adapters, base=hash_of_base(source))

@@ -55,6 +55,15 @@ def any_rank(flag: bool) -> bool:
     return bool(total.item())
 
 
+def total(value: float) -> float:
+    """Return the sum of the ranks' values, on every rank."""
+    if _num_ranks() == 1:
+        return value
+    values = torch.tensor([value], dtype=torch.float64, device=device())
+    dist.all_reduce(values)
+    return float(values.item())
+
+
 def union(flags: Sequence[bool]) -> list[bool]:
     """Return the flags set on at least one rank; every rank passes equally many."""
     if _num_ranks() == 1:

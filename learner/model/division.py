@@ -77,6 +77,21 @@ def _megatron_layers(num_layers: int, learner: LearnerSection, setting: str) -> 
     return tuple(stages)
 
 
+def with_vision(hf: HfConfig, learner: LearnerSection, setting: str = POLICY) -> HfConfig:
+    """Return a model's architecture, with its vision tower trained or not.
+
+    Raises:
+        ConfigError: the policy's tower is to be trained, and it has none.
+    """
+    if learner.vision == "frozen":
+        return hf
+    if hf.vision is None and setting == POLICY:
+        raise ConfigError(
+            f'learner.vision = "trained", and {setting} ({hf.model_type}) has no vision tower'
+        )
+    return msgspec.structs.replace(hf, trains_vision=hf.vision is not None)
+
+
 def refuse_policy(hf: HfConfig, settings: LearnerSettings) -> None:
     """Refuse settings with which the policy cannot be divided, or published as they say.
 
@@ -84,6 +99,7 @@ def refuse_policy(hf: HfConfig, settings: LearnerSettings) -> None:
         ConfigError: the message names both numbers and the setting.
     """
     learner = settings.learner
+    with_vision(hf, learner)
     refuse_layout(hf, learner, targets=settings.lora.used_targets)
     if settings.weightbus.is_fp8:
         ranks = "learner.tensor_parallel", learner.tensor_parallel

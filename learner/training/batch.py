@@ -20,6 +20,7 @@ from slipstream.learner.batches.orders import (
 from slipstream.learner.batches.packing import ExpertSizes, PackedBatch, pack
 from slipstream.learner.batches.share import fetch_images, fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.collectives import total
 from slipstream.learner.model.device import device
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
@@ -29,7 +30,7 @@ from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import MAX_TOKENS
-from slipstream.wire.models.flops import SequenceCost
+from slipstream.wire.models.flops import ImageCost, SequenceCost
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.process.phases import PhaseClock
 
@@ -78,6 +79,7 @@ class BatchTraining:
         acts = settings.environment
         self._max_turns = MAX_TOKENS if is_replay else acts.max_turns if acts.is_named else 0
         self._cost = SequenceCost.of(policy.model.hf_config, settings.adapters)
+        self._image_cost = ImageCost.of(policy.model.hf_config)
         self._law = law_of(policy.model.hf_config, settings.model)
 
     def train(self, order: StepPlan) -> TrainedBatch | Rejection:
@@ -120,9 +122,20 @@ class BatchTraining:
                 )
             ]
             self._rollouts.record(order.step, order.trajectories, parts)
-        return TrainedBatch(figures, self._work(order, trained))
+        return TrainedBatch(figures, self._work(order, trained, self._flops_of_images(packed)))
 
-    def _work(self, order: StepPlan, trained: Sequence[TrainedMinibatch]) -> StepWork:
+    def _flops_of_images(self, packed: Sequence[Sequence[PackedBatch]]) -> float:
+        """Return the operations of all replicas' images; every rank calls this."""
+        cost = self._image_cost
+        if cost is None or self._law is None:
+            return 0.0
+        shown = [batch.images for batches in packed for batch in batches if batch.images]
+        mine = sum(cost.flops(*grid) for images in shown for grid in images.grids)
+        return total(mine) / self._topology.sizes.per_replica
+
+    def _work(
+        self, order: StepPlan, trained: Sequence[TrainedMinibatch], flops_of_images: float
+    ) -> StepWork:
         updates = trained if self._algorithm.trains_policy(order.step) else []
         headers, shares_prompts = order.headers, self._settings.shares_prompts
         microbatches = [
@@ -137,7 +150,8 @@ class BatchTraining:
             flops=sum(
                 num_flops(members, self._cost, shares_prompts=shares_prompts)
                 for members in microbatches
-            ),
+            )
+            + flops_of_images * bool(updates),
         )
 
     def _images(self, frames: Sequence[Frame]) -> ImageReader | None:

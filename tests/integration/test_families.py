@@ -125,7 +125,10 @@ def test_learner_engine_and_transformers_agree_at_every_layer(
 def test_images_in_one_pack_are_seen_as_transformers_sees_each_alone(
     model: Callable[[str], Path], tmp_path: Path, name: str
 ):
-    """Positions are equal there, and logits; in bfloat16 as far as its digits go."""
+    """Positions are equal there, and logits; in bfloat16 as far as its digits go.
+
+    A trained tower has its share of the learning rate.
+    """
     work = tmp_path / "work"
     outputs(start_ranks("support.ranks.seen", model(name), work, 1))
     (report,) = reports(work, 1)
@@ -133,6 +136,9 @@ def test_images_in_one_pack_are_seen_as_transformers_sees_each_alone(
     assert difference < 1e-4 * largest
     difference, largest = report["bfloat16"]
     assert difference < 0.06 * largest
+    (tower, text), (slow_tower, same_text) = report["1.0"], report["0.25"]
+    assert 0 < slow_tower == pytest.approx(0.25 * tower, rel=1e-3)
+    assert 0 < same_text == pytest.approx(text, rel=1e-3)
 
 
 @pytest.mark.slow  # tests/unit/weightbus/version/test_engine_checksums.py has it by hand

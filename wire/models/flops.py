@@ -126,6 +126,51 @@ class SequenceCost:
         return self.linear * num_tokens + pairs
 
 
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """Operations of a vision tower by the patches n of an image: linear * n + whole * n * n.
+
+    Blocks with windows add ``windowed`` for each pair of patches of a window, ``window`` at most.
+    """
+
+    linear: float
+    whole: float
+    windowed: float = 0.0
+    window: int = 0  # patches
+
+    @classmethod
+    def of(cls, hf: HfConfig) -> "ImageCost | None":
+        """Return the operations of an image in a step; None of a model that sees none.
+
+        A frozen tower has a forward pass alone. Weights of blocks multiply every patch, those of
+        mergers every square of patches. In attention every pair of a segment counts.
+        """
+        if hf.vision is None:
+            return None
+        vision, square = hf.vision, hf.vision.spatial_merge_size**2
+        passes = _FORWARD_AND_BACKWARD if hf.trains_vision else 1
+        matrices = {name: shape for name, shape in hf.tower_shapes.items() if len(shape) > 1}
+        per_patch = sum(
+            math.prod(shape) / (square if "merger" in name else 1)
+            for name, shape in matrices.items()
+            if "pos_embed" not in name  # it is looked up
+        )
+        pairs = passes * 2 * 2 * vision.hidden_size  # scores and values
+        windows = vision.depth - len(vision.fullatt_block_indexes) if vision.window else 0
+        return cls(
+            linear=passes * 2 * per_patch,
+            whole=(vision.depth - windows) * pairs,
+            windowed=windows * pairs,
+            window=vision.window**2 * square,
+        )
+
+    def flops(self, rows: int, columns: int) -> float:
+        """Return the operations of an image with so many rows and columns of patches."""
+        count = rows * columns
+        pairs = self.whole * count**2 + self.windowed * count * min(count, self.window)
+        return self.linear * count + pairs
+
+
 # TFLOP/s of tensor cores in bfloat16, without sparsity, from NVIDIA's data sheets, which give some
 # with sparsity: half of that. The first name that a GPU's name holds counts.
 _PEAK_TFLOPS = (

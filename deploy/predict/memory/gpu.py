@@ -129,7 +129,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """
     generators = config.generators.generators
     ranks, groups = generators.num_ranks, generators.attention_groups
-    count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
+    count = (hf.num_parameters + hf.num_tower_parameters) / ranks
+    split, more = " / t" if ranks > 1 else "", ""
     is_fp8 = config.generators.weightbus.is_fp8
     each = bytes_per_parameter(hf, is_fp8=is_fp8)
     if groups > 1:

@@ -55,7 +55,11 @@ def host_memory(
     cached = generators.max_cached_tokens * kv_bytes_per_token(hf, element_bytes=_FLOAT32)
     parts = [
         *_learner_memory(hf, config, learner_ranks, frozen, has_critic=has_critic),
-        MemoryPart("engines' weights", _FLOAT32 * hf.num_parameters * engines, "generators.count"),
+        MemoryPart(
+            "engines' weights",
+            _FLOAT32 * (hf.num_parameters + hf.num_tower_parameters) * engines,
+            "generators.count",
+        ),
         MemoryPart("engines' caches", cached * engines, "generators.max_cached_tokens"),
     ]
     return [part for part in parts if part.num_bytes]

@@ -98,6 +98,8 @@ def rank_parameters(
         if not is_critic and (not hf.tie_word_embeddings or sizes.pipeline > 1):
             ends.append(_OUTPUT)
     of_ends = _shares({name: family.ends[name] for name in ends}, hf.sizes, sizes.tensor)
+    if stage == 0 and hf.trains_vision:
+        of_ends += map(prod, hf.tower_shapes.values())  # whole on every rank
     if is_critic and stage == sizes.pipeline - 1:
         of_ends += [hf.hidden_size, 1]  # the value head
     most = max(*largest, *of_ends, *stacks)
@@ -209,8 +211,12 @@ def _stage(
         _one_gradient(trained, settings, element),
     ]
     all_weights = own.count + (trained.count if settings.lora.is_on else 0)
+    seeing = [hf, *frozen, *([hf] if has_critic else [])] if stage == 0 else []
+    towers = sum(policy.num_tower_parameters for policy in seeing)
+    working += _tower_activations(hf, learner, stage, element)
     parts = [
         MemoryPart("weights", element * all_weights, _weights_formula(element, settings.lora)),
+        *([MemoryPart("frozen towers", element * towers, f"{element} of each")] if towers else []),
         MemoryPart("gradients", 4 * trained.count, f"4 {what}, float32"),
         *state,
         *working,
@@ -245,6 +251,31 @@ def _stage(
             MemoryPart("never at once", -away, "learner.offload: what waits on the host by turns")
         )
     return parts
+
+
+def _tower_activations(
+    hf: HfConfig, learner: LearnerSection, stage: int, element: int
+) -> list[MemoryPart]:
+    """Return what a vision tower keeps of a microbatch whose tokens are all of images.
+
+    A block keeps by patch the inputs of its two norms and what follows them (4 v), queries, keys,
+    values and the attention's output (4 v), and of its MLP gate, up and their product, or one and
+    what its activation makes of it. One that is not trained, or computed again, keeps its input.
+    """
+    if hf.vision is None or stage:
+        return []
+    vision, sizes = hf.vision, learner.sizes
+    inner = 3 if vision.window else 2
+    block = 8 * vision.hidden_size + inner * vision.intermediate_size
+    kept = 0
+    if hf.trains_vision:
+        kept = vision.depth * (vision.hidden_size if learner.recompute == "full" else block)
+    token_ranks = sizes.tensor if learner.sequence_parallel else 1
+    patches = vision.spatial_merge_size**2 * _tokens(learner) / token_ranks
+    passes = passes_in_flight(sizes, stage) if kept else 1
+    num_bytes = patches * (element * (passes * kept + block) + 4 * vision.channels)
+    formula = f"at most: all T of images, {vision.spatial_merge_size**2} T patches of {block:,}"
+    return [MemoryPart("vision activations", num_bytes, formula)]
 
 
 def _one_gradient(trained: RankParameters, settings: LearnerSettings, element: int) -> MemoryPart:

@@ -8,6 +8,7 @@ from functools import partial
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.predict.laws.gpus import Cluster, gpu_named, gpu_of
 from slipstream.deploy.predict.laws.shapes import shape_folder, shipped_names
+from slipstream.learner.model.division import with_vision
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.load import load_table
@@ -96,7 +97,8 @@ def run_and_shape(arguments: argparse.Namespace) -> tuple[RunConfig, HfConfig]:
     if arguments.model is not None:
         overrides.append(f"run.model={shape_folder(arguments.model)}")
     config = run_config(load_table(arguments.config, overrides))
-    return config, load_hf_config(model_folder(config.run))
+    hf = with_vision(load_hf_config(model_folder(config.run)), config.learner.learner)
+    return config, hf
 
 
 def mean_tokens(arguments: argparse.Namespace, sampling: SamplingSection) -> tuple[float, float]:

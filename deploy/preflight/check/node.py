@@ -55,7 +55,7 @@ from slipstream.deploy.preflight.check.requests import (
 )
 from slipstream.deploy.preflight.check.store import observe_store
 from slipstream.deploy.preflight.check.trial import observe_data, observe_prompt, observe_reward
-from slipstream.learner.model.division import refuse_policy
+from slipstream.learner.model.division import refuse_policy, with_vision
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
@@ -107,7 +107,7 @@ def _view(request: LookAt) -> _HostUse:
 
     config = run_config(tomllib.loads(request.settings))
     algorithm, model = algorithm_of(config.learner), model_folder(config.run)
-    hf = load_hf_config(model)
+    hf = with_vision(load_hf_config(model), config.learner.learner)
     refuse_policy(hf, config.learner)
     return _HostUse(
         config=config,

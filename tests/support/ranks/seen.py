@@ -2,19 +2,25 @@
 
 Usage: seen MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE LEARNER_JSON
 All sequences are one pack here, and each alone there. Writes WORK_FOLDER/RANK.json: by type of the
-weights the largest difference of logits, and the largest logit.
+weights the largest difference of logits, and the largest logit; and by learner.vision_lr_scale how
+far a step moves a weight of the tower, and one of the language model.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.model import device
-from tests.support.ranks.policy import train_sequences
+from slipstream.wire.process.phases import PhaseClock
+from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
 from tests.support.ranks.program import finish, join_ranks, run
 from tests.support.ranks.run import section_of
 from tests.support.seen_images import with_images
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.topology import Topology
 
 
 def by_transformers(
@@ -34,8 +40,46 @@ def by_transformers(
     return model(tokens, pixel_values=torch.cat(pixels), **given).logits[0], positions[:, 0]
 
 
+def moves(
+    folder: Path,
+    topology: "Topology",
+    layout: str,
+    trajectories: list[TrainTrajectory],
+    scale: float,
+) -> tuple[float, float]:
+    """Return how far one step, in a warm-up, moves a weight of the tower and one of the model.
+
+    With such an epsilon Adam is linear in the gradient.
+    """
+    from slipstream.learner.model.weights.hf_weights import export_hf_weights
+    from slipstream.learner.starting_policy import load_model
+    from slipstream.learner.training.policy import Policy
+    from slipstream.learner.training.step import train_step
+
+    learner = section_of(
+        layout,
+        vision="trained",
+        vision_lr_scale=scale,
+        lr=10.0,
+        lr_warmup_steps=1,
+        adam_epsilon=1e3,
+        clip_grad=0.0,
+    )
+    policy = Policy(load_model(learner, folder), learner, topology)
+    names = "visual.blocks.0.attn.proj.weight", "model.layers.0.mlp.down_proj.weight"
+    weights = []
+    for _ in range(2):
+        found = dict(export_hf_weights(policy.model))
+        weights.append([found[name].clone() for name in names])
+        batch, plan = pack(trajectories, device.device()), whole_plan(trajectories)
+        outcomes = random_outcomes(trajectories)
+        train_step(policy, [[batch]], [plan], outcomes, algorithm(), PhaseClock())
+    tower, text = (float((after - before).norm()) for before, after in zip(*weights, strict=True))
+    return tower, text
+
+
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> None:
-    join_ranks(work, rank, world_size, section_of(layout))
+    topology = join_ranks(work, rank, world_size, section_of(layout))
     from transformers import AutoModelForImageTextToText
 
     from slipstream.learner.starting_policy import load_model
@@ -68,6 +112,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             assert batch.images.position_ids.equal(positions)
             difference = (logits.float() - expected.float()).abs().max()
             report[dtype] = float(difference), float(expected.abs().max())
+    for scale in (1.0, 0.25):
+        report[str(scale)] = moves(folder, topology, layout, trajectories, scale)
     finish(work / f"{rank}.json", report)
 
 

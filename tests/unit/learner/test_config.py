@@ -75,6 +75,10 @@ def test_settings_of_the_optimizer_that_cannot_be_are_refused(run: Table):
             {"optimizer_offload_fraction": 0.5, "moments_dtype": "bfloat16"},
             r"moments_dtype = \"bfloat16\" cannot be had with .*_fraction = 0\.5",
         ),
+        (
+            {"vision_lr_scale": 0.5},
+            r"learner\.vision_lr_scale = 0\.5 has a meaning with learner\.vision = \"trained\"",
+        ),
         ({"offload": ["activations"]}, 'each one of "weights".*got ."activations".'),
         ({"save_final": True}, r"unknown setting learner\.save_final"),
     ]:

@@ -5,9 +5,10 @@ import pytest
 
 from slipstream.learner.checkpoints.identity import architecture_of
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.division import refuse_layout, section_for, stage_layers
+from slipstream.learner.model.division import refuse_layout, section_for, stage_layers, with_vision
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.vision_config import VisionConfig
 
 DENSE = HfConfig(
     model_type="qwen3",
@@ -48,6 +49,34 @@ SINKS = HfConfig(
 )
 
 
+SEEING = HfConfig(
+    model_type="qwen3_vl_text",
+    vocab_size=131,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vision=VisionConfig(
+        depth=3,
+        hidden_size=32,
+        intermediate_size=48,
+        patch_size=4,
+        out_hidden_size=64,
+        deepstack_visual_indexes=(0, 1),
+    ),
+)
+
+
+def test_a_tower_is_trained_where_there_is_one():
+    trained = LearnerSection(vision="trained")
+    assert with_vision(SEEING, trained).trains_vision
+    assert with_vision(SEEING, LearnerSection()) is SEEING
+    assert with_vision(DENSE, trained, "algo.kl.reference") == DENSE
+    with pytest.raises(ConfigError, match=r"run\.model \(qwen3\) has no vision tower"):
+        with_vision(DENSE, trained)
+
+
 def test_a_layout_that_does_not_fit_is_refused():
     for hf, learner, why in [
         (
@@ -62,6 +91,13 @@ def test_a_layout_that_does_not_fit_is_refused():
             {"expert_tensor_parallel": 2},
             "learner.expert_tensor_parallel = 2, and the experts of run.model (gpt_oss) have "
             "biases, with which they are not divided: set it to 1",
+        ),
+        (
+            SEEING,
+            {"pipeline_parallel": 2, "layers_per_stage": (1, 3)},
+            "the first 2 layers of run.model (qwen3_vl_text) see features of images, and the first "
+            "stage has 1: give it more by learner.layers_per_stage, or set "
+            "learner.pipeline_parallel or learner.interleaved_chunks lower",
         ),
         (
             DENSE,

@@ -1,15 +1,21 @@
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from slipstream.wire.models.adapters import AdapterFacts
 from slipstream.wire.models.flops import (
+    ImageCost,
     SequenceCost,
     num_adapter_parameters,
     num_multiplied_parameters,
     peak_tflops_of,
 )
-from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from tests.support.planned import shape_of
+from tests.support.shelf import SHELF
 
 QWEN2_5_HALF_B = HfConfig(
     model_type="qwen2",
@@ -122,3 +128,30 @@ def test_a_token_attends_to_its_window_in_layers_that_have_one(tokens: int):
     assert cost.flops(128) == pytest.approx(
         SequenceCost(cost.linear, 2 * cost.quadratic).flops(128), rel=1e-12
     ), "a window of all tokens changes nothing"
+
+
+def product(rows: int, inner: int, columns: int) -> int:
+    return 2 * rows * inner * columns
+
+
+def seeing(folder: Path, name: str, *, trains_vision: bool) -> ImageCost:
+    (folder / "config.json").write_text(json.dumps(SHELF[name].config))
+    cost = ImageCost.of(replace(load_hf_config(folder), trains_vision=trains_vision))
+    assert cost is not None
+    return cost
+
+
+def test_an_image_costs_by_its_patches_and_their_windows(tmp_path: Path):
+    """Qwen2.5-VL-7B: 32 blocks, 4 of them without windows of 64 patches."""
+    rows, columns, hidden, inner = 16, 24, 1280, 3420
+    patches = rows * columns
+    block = 4 * product(patches, hidden, hidden) + 3 * product(patches, hidden, inner)
+    forward = 32 * block + product(patches, 3 * 2 * 14 * 14, hidden)
+    square = 4 * hidden
+    forward += product(patches // 4, square, square) + product(patches // 4, square, 3584)
+    forward += 4 * 2 * product(patches, hidden, patches) + 28 * 2 * product(patches, hidden, 64)
+    frozen = seeing(tmp_path, "Qwen/Qwen2.5-VL-7B-Instruct", trains_vision=False)
+    assert frozen.flops(rows, columns) == pytest.approx(forward, rel=1e-12)
+    trained = seeing(tmp_path, "Qwen/Qwen2.5-VL-7B-Instruct", trains_vision=True)
+    assert trained.flops(rows, columns) == pytest.approx(3 * forward, rel=1e-12)
+    assert ImageCost.of(QWEN2_5_HALF_B) is None

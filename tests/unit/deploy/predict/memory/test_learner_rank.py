@@ -1,9 +1,13 @@
 """What a learner's rank holds, counted by hand and by invariants."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slipstream.algos.logprobs import linear_logprobs
 from slipstream.algos.section import AlgoSection
@@ -20,10 +24,11 @@ from slipstream.deploy.predict.memory.learner_rank import (
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.parallel import ParallelSizes
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.wire.models.hf_config import HfConfig
+from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.settings.sections import RunSection
 from tests.support.planned import shape_of
+from tests.support.shelf import SHELF
 
 # hidden 8, 4 query heads and 2 key heads of 2 channels, inner 12, 11 tokens, 3 layers
 SMALL = HfConfig(
@@ -342,3 +347,25 @@ def test_adapters_alone_have_gradients_and_an_optimizer():
         assert sizes["weights"] == 4 * (own + mine)
         assert sizes["gradients"] == 4 * mine
         assert sizes["moments"] == 8 * mine
+
+
+def test_the_first_stage_has_the_tower_and_what_it_keeps(tmp_path: Path):
+    """Frozen it is weights alone, of every model; trained it is as other weights are."""
+    (tmp_path / "config.json").write_text(json.dumps(SHELF["Qwen/Qwen3-VL-2B-Instruct"].config))
+    hf, two = load_hf_config(tmp_path), {"ranks": 2, "pipeline_parallel": 2}
+    trained = replace(hf, trains_vision=True)
+    tower = hf.num_tower_parameters
+    first, last = (parts_of(hf, stage, on_gpu=True, **two) for stage in range(2))
+    assert first["frozen towers"] == 2 * tower
+    assert "frozen towers" not in last
+    seen, unseen = (parts_of(trained, stage, on_gpu=True, **two) for stage in range(2))
+    assert "frozen towers" not in seen
+    assert seen["weights"] - first["weights"] == 2 * tower
+    assert seen["gradients"] - first["gradients"] == 4 * tower
+    assert unseen == last
+    patches, block = 4 * 8192, 8 * 1024 + 2 * 4096
+    assert first["vision activations"] == patches * (2 * block + 4 * 1536)
+    assert seen["vision activations"] == patches * (2 * (2 * 24 + 1) * block + 4 * 1536)
+    again = parts_of(trained, on_gpu=True, recompute="full", **two)
+    kept = 2 * (2 * 24 * 1024 + block)
+    assert again["vision activations"] == patches * (kept + 4 * 1536)
