@@ -340,6 +340,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
     _check_adapters(settings, config)
     _check_ranks(settings.generators.sglang, config)
     _check_precision(settings, folder)
+    _check_tower(config)
     _check_nodes(settings)
     _check_replay(settings.run, config)
     _check_environment(settings)
@@ -382,6 +383,16 @@ def _check_replay(run: RunSection, config: Mapping[str, object]) -> None:
         raise ConfigError(
             f'run.routing_replay = "{run.routing_replay}" needs experts to route to, and run.model '
             f"is {family.model_type}, which has none"
+        )
+
+
+def _check_tower(config: Mapping[str, object]) -> None:
+    """Refuse a quantized model that sees: its engine would not have the folder's tower."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.tower is not None and config.get("quantization_config"):
+        raise ConfigError(
+            "run.model is quantized, and an engine of such a model begins with made-up weights, "
+            "its vision tower included: take the folder that is not"
         )
 
 

@@ -6,6 +6,7 @@ before, is off by far more than the tolerance.
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from slipstream.generators.engine import Completion, PromptImage, SamplingParams, Scores
 from slipstream.generators.sglang.engine import SglangEngine, image_data, scores_of
@@ -125,7 +127,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def qwen2_5_vl(model: Model) -> Iterator[SglangProcess]:
-    with sglang_server(model("qwen2_5_vl")) as process:
+    with sglang_server(model("qwen2_5_vl"), several_turns=True) as process:
         yield process
 
 
@@ -150,6 +152,14 @@ def each(request: pytest.FixtureRequest) -> tuple[str, SglangProcess]:
 def either(request: pytest.FixtureRequest) -> tuple[SglangProcess, str]:
     name = "qwen2_5_vl" if request.param == "retract" else "keeping"
     return request.getfixturevalue(name), request.param
+
+
+async def sampled(
+    engine: SglangEngine, prompt: tuple[list[int], tuple[PromptImage, ...]], params: SamplingParams
+) -> Completion:
+    ids, images = prompt
+    (answer,) = await engine.sample(ids, replace(params, images=images), count=1)
+    return answer
 
 
 async def score(
@@ -253,6 +263,57 @@ async def test_a_version_that_comes_amid_an_answer_sees_with_its_own_tower(
         (fresh,) = await engine.sample(ids, replace(GREEDY, images=images), count=1)
         expected = reference(folders[NEW], ids, fresh.token_ids, images)
         assert error(fresh.logprobs, expected) < SAME
+
+
+async def test_answers_that_are_written_next_to_prompts_with_images_see_their_own(
+    qwen2_5_vl: SglangProcess, model: Model, reference: Reference, tmp_path: Path
+):
+    """The server decodes some while it reads others' images, in one batch."""
+    folder = model("qwen2_5_vl")
+    pictures = Pictures(folder, tmp_path)
+    async with client_of(qwen2_5_vl, OLD) as engine:
+        await engine.adopt_folder(folder, OLD, digest="")
+        first = pictures.prompt("see ", WIDE, TALL)
+        others = [pictures.prompt(str(i), drawn(120, 90, seed=i), "!") for i in range(6)]
+        params = replace(LONG, max_new_tokens=100, min_new_tokens=100)
+        asked = [(*first, asyncio.create_task(sampled(engine, first, params)))]
+        for other in others:
+            await until_load(qwen2_5_vl, lambda load: load.num_running > 0 or asked[0][2].done())
+            asked.append((*other, asyncio.create_task(sampled(engine, other, params))))
+        for ids, images, task in asked:
+            answer = await task
+            expected = reference(folder, ids, answer.token_ids, images, END)
+            assert error(answer.logprobs, expected) < SAME
+
+
+async def test_a_version_without_a_tower_leaves_the_engines_as_it_is(
+    each: tuple[str, SglangProcess], model: Model, reference: Reference, tmp_path: Path
+):
+    """A frozen tower is not published: the engine has it from its folder, with a shadow or not."""
+    name, server = each
+    tensors = load_file(model(name, 8) / "model.safetensors")
+    tower = {key for key in tensors if "visual." in key}
+    version, whole = tmp_path / "version", tmp_path / "whole"
+    version.mkdir()
+    language = {key: tensor for key, tensor in tensors.items() if key not in tower}
+    save_file(language, version / "model.safetensors")
+    shutil.copytree(model(name), whole)
+    old = load_file(model(name) / "model.safetensors")
+    save_file(old | language, whole / "model.safetensors", metadata={"format": "pt"})
+    pictures = Pictures(model(name), tmp_path)
+    ids, images = pictures.prompt("see ", WIDE, "!")
+    async with client_of(server, OLD) as engine:
+        given = ((version, False), (version, True), (model(name, 8), True))
+        for step, (folder, is_staged) in enumerate(given, 10):
+            new = PolicyVersion(1, step)
+            await engine.adopt_folder(model(name), OLD, digest="")
+            if is_staged:
+                assert (await engine.stage_folder(folder, new)).keys() == {"stage", "prove"}
+            await engine.adopt_folder(folder, new, digest="")
+            (answer,) = await engine.sample(ids, replace(GREEDY, images=images), count=1)
+            held = whole if folder == version else folder
+            expected = reference(held, ids, answer.token_ids, images)
+            assert error(answer.logprobs, expected) < SAME
 
 
 async def test_a_request_that_contradicts_its_images_is_refused_and_the_next_is_answered(

@@ -99,6 +99,11 @@ def quantization_trouble(
             f'{where} for {hf.family.model_type}: expected "trained", as the experts of a layer '
             "are one tensor, of another order than blocks of fp8 have"
         )
+    if hf.vision is not None:
+        return (
+            f'{where} for {hf.family.model_type}: expected "trained", as an engine would begin '
+            "with a made-up vision tower"
+        )
     sizes, has_experts = hf.sizes, bool(hf.num_routed_experts)
     is_dense = hf.num_sparse_layers < hf.num_hidden_layers
     divided = [

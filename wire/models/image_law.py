@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.unreadable import UNREADABLE
 
-SEEING = ("qwen2_5_vl", "qwen3_vl")
+SEEING = frozenset(family.wrapped_by for family in FAMILIES.values() if family.tower is not None)
 """Values of ``model_type`` whose policies see images; of others the language model is alone."""
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}

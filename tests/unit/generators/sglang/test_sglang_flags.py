@@ -99,6 +99,14 @@ def test_an_engine_of_a_policy_that_sees_has_all_of_it(tmp_path: Path, kind: str
     assert start_order.model_flags(tmp_path, tmp_path) == {}
 
 
+def test_a_quantized_model_that_sees_is_refused(tmp_path: Path):
+    config = json.loads((shape_folder("Qwen3-30B-A3B") / "config.json").read_text())
+    config |= {"model_type": "qwen3_vl", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="made-up weights, its vision tower included"):
+        generator_settings_of(tmp_path)
+
+
 @pytest.mark.parametrize("is_within", [True, False])
 def test_an_engine_has_no_quantization_of_a_language_model_within_another(
     tmp_path: Path, is_within: bool

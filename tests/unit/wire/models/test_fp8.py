@@ -12,8 +12,12 @@ from slipstream.wire.models.fp8 import (
     quantized,
 )
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
+from slipstream.wire.models.vision_config import VisionConfig
 
 MIXTURE = load_hf_config(shape_folder("Qwen3-30B-A3B"))
+TOWER = VisionConfig(
+    depth=2, hidden_size=32, intermediate_size=48, patch_size=14, out_hidden_size=64
+)
 KEPT = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "bias")
 
 
@@ -73,6 +77,8 @@ def test_what_cannot_be_in_fp8_is_named_with_both_sides_and_the_setting():
     assert trouble(load_hf_config(shape_folder("Qwen3.5-4B"))).endswith(
         "linear attention have fewer rows than a block of fp8, 64"
     )
+    seeing = msgspec.structs.replace(MIXTURE, vision=TOWER)
+    assert trouble(seeing).endswith("an engine would begin with a made-up vision tower")
     assert trouble(load_hf_config(shape_folder("gpt-oss-20b"))).startswith(
         'weightbus.precision = "fp8" for gpt_oss: expected "trained", as the experts of a layer'
     )
