@@ -5,7 +5,7 @@ Shapes: T tokens of sequences laid end to end; N patches of all images, M tokens
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -94,3 +94,15 @@ class ImagesHere:
     grids: tuple[Grid, ...]
     rows: Tensor  # [M] int64, rows of the tower's output for the tokens here
     places: Tensor  # [M] int64, these tokens among those of the rank
+
+
+class SeenLayout(Protocol):
+    """What a model needs to know of the images of a microbatch."""
+
+    @property
+    def images(self) -> ImagesHere | None:
+        """Images of this rank's tokens."""
+
+    @property
+    def features(self) -> list[Tensor]:
+        """What each of the first layers adds to the tokens of images, [M, 1, H]."""

@@ -5,17 +5,15 @@ Shapes: T tokens of this rank, M of them of images; H hidden size.
 
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from typing_extensions import override
 
+from slipstream.learner.model.vision.images import SeenLayout
 from slipstream.learner.model.vision.tower import VisionTower
-
-if TYPE_CHECKING:
-    from slipstream.learner.model.attention import PackedLayout
 
 
 class SeeingModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
@@ -44,7 +42,7 @@ class SeeingModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         position_ids: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: "PackedLayout",
+        packed_seq_params: SeenLayout,
         **named: object,
     ) -> Tensor:
         """Return what Megatron's model returns of the tokens, some of them of images."""
@@ -60,7 +58,7 @@ class SeeingModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         )
         return output
 
-    def _seen(self, layout: "PackedLayout") -> list[Tensor]:
+    def _seen(self, layout: SeenLayout) -> list[Tensor]:
         """Return tokens of images and features for layers, whole; none where there are none.
 
         A tower that is trained sees a blank image then: every weight waits for a gradient, and
@@ -77,7 +75,7 @@ class SeeingModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
         return seen
 
 
-def _with_images(embedded: Tensor, seen: list[Tensor], layout: "PackedLayout") -> Tensor:
+def _with_images(embedded: Tensor, seen: list[Tensor], layout: SeenLayout) -> Tensor:
     """Return embeddings [T, 1, H] with the tokens of images; features are handed to layers."""
     layout.features.clear()
     if layout.images is None:
@@ -99,7 +97,7 @@ def _with_features(
     output: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor | None] | None:
     """Add the features of images for a layer to its output, [T, 1, H]."""
-    layout: PackedLayout = named["packed_seq_params"]
+    layout: SeenLayout = named["packed_seq_params"]
     if not layout.features or layout.images is None:
         return None
     hidden, context = output
