@@ -65,7 +65,7 @@ class ImageReader:
         """Return the images of a trajectory.
 
         Raises:
-            ProtocolError: tokens of images are not where they are said to be, an image has another
+            ProtocolError: tokens of images are not where spans are, an image has another
                 number of them than its patches make, or cannot be read.
         """
         law, covered = self._law, np.zeros(len(trajectory.token_ids), np.bool_)
@@ -84,7 +84,7 @@ class ImageReader:
             at = int((covered != is_image).argmax())
             raise ProtocolError(
                 f"token {at} is {trajectory.token_ids[at]}, and {'an' if covered[at] else 'no'} "
-                f"image is said to be there; tokens of images are {law.image_token}"
+                f"image has a span there; tokens of images are {law.image_token}"
             )
         return tuple(
             SeenImage(span, law.merge_size, self._patches(span.digest, span.rows, span.columns))

@@ -79,7 +79,7 @@ def fetch_images(
 
 
 def _shown(frame: Frame) -> list[str]:
-    """Return the digests of a payload's images; none if it cannot be read, which is said later."""
+    """Return the digests of a payload's images; none if it cannot be read, refused later."""
     try:
         return [span.digest for span in decode_payload(frame).images]
     except ProtocolError:

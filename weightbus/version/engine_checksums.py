@@ -283,7 +283,7 @@ def has_digest(checksums: Mapping[str, str], digest: str) -> bool:
 
 def without_tower(checksums: Mapping[str, str]) -> dict[str, str]:
     """Return checksums without those of a vision tower."""
-    return {name: one for name, one in checksums.items() if not name.startswith(HF_TOWER)}
+    return {name: checksum for name, checksum in checksums.items() if not name.startswith(HF_TOWER)}
 
 
 def _tied(checksums: Mapping[str, str]) -> set[str]:

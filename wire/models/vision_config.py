@@ -50,7 +50,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     out_hidden_size: _Size  # channels of a token
     window_size: _Size | None = None  # pixels each way of a window; None: there are none
     fullatt_block_indexes: _Blocks = ()  # blocks without windows, where there are any
-    num_position_embeddings: int = 0  # of a square of places; 0: patches only turn
+    num_position_embeddings: int = 0  # places of a square; 0: patches only turn
     deepstack_visual_indexes: _Blocks = ()  # blocks whose features the first layers see
 
     @property
