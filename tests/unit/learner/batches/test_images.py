@@ -63,7 +63,7 @@ def test_an_image_is_read_once_for_all_that_show_it():
         ((ImageSpan(SEEN, 1, 2, 8, 1),), SHOWN, "of 8 x 1 patches has 2 tokens"),
         ((ImageSpan(SEEN, 0, 2, 2, 4),), SHOWN, "token 0 is 1, and an image has a span there"),
         ((), SHOWN, "token 1 is 9, and no image has a span there"),
-        ((ImageSpan(SEEN, 1, 1, 2, 2),), SHOWN, "token 2 is 9, and no image is said"),
+        ((ImageSpan(SEEN, 1, 1, 2, 2),), SHOWN, "token 2 is 9, and no image has a span"),
         ((ImageSpan("c" * 64, 1, 2, 2, 4),), SHOWN, "image cccccccc cannot be had"),
         ((ImageSpan("d" * 64, 1, 2, 2, 4),), SHOWN, "image dddddddd: not an image"),
         ((SPAN,), dataclasses.replace(SHOWN, branches=(2,)), "has tokens of two branches"),
