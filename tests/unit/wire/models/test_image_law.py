@@ -29,7 +29,7 @@ PROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-CONFIG = {"vision_config": {"depth": 2}, "image_token_id": 99}
+CONFIG = {"model_type": "qwen3_vl", "vision_config": {"depth": 2}, "image_token_id": 99}
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([0, 100_000, 500_000]))
