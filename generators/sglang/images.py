@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from slipstream.generators.sglang.replacing import replace
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.images import ImageSpan, digest_of
+from slipstream.wire.models.families.registry import engine_tensor
+from slipstream.wire.models.families.tables import HF_TOWER
+from slipstream.wire.models.hf_config import name_alone
 from slipstream.wire.models.image_law import ImageLaw, image_law
 from slipstream.wire.models.pixels import patches
 
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 PROCESSORS = "sglang.srt.managers.multimodal_processor"
 HUGGING_FACE = "sglang.srt.utils.hf_transformers.processor"
+QWEN2_5_VL = "sglang.srt.models.qwen2_5_vl"
+QWEN3_VL = "sglang.srt.models.qwen3_vl"
+_MODELS = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 _MOST_CACHED_BYTES = 256 << 20
 
 
@@ -239,6 +245,40 @@ def forget_embeddings(module: ModuleType) -> None:
         proceed(self, recv_req)
 
     replace(scheduler, "continue_generation", continue_generation)
+
+
+def load_whole_towers(module: ModuleType) -> None:
+    """Load a model that sees by any names of its tensors, and refuse a folder without its tower.
+
+    SGLang passes over tensors whose names it does not know: a tower would be left as memory was,
+    and no version brings one that is not trained.
+    """
+    for model in vars(module).values():
+        if isinstance(model, type) and model.__name__ in _MODELS:
+            _load_whole_tower(model)
+
+
+def _load_whole_tower(model: type[Any]) -> None:
+    load = model.load_weights
+
+    def load_weights(self: Any, weights: Any) -> None:  # noqa: ANN401
+        found: set[str] = set()
+
+        def named() -> Any:  # noqa: ANN401
+            for name, tensor in weights:
+                alone = name_alone(name)
+                if alone.startswith(HF_TOWER):
+                    found.add(alone)
+                yield alone, tensor
+
+        load(self, named())
+        held = {engine_tensor(name, found).name for name in found}
+        whole = {HF_TOWER + name for name, _ in self.visual.named_parameters()}
+        if held != whole and not getattr(self, "_has_tower", False):  # else it is a bucket
+            raise ValueError(f"{len(whole - held)} tensors of the vision tower are missing")
+        self._has_tower = True
+
+    replace(model, "load_weights", load_weights)
 
 
 def tokenize_alone(module: ModuleType) -> None:

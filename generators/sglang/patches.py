@@ -141,6 +141,8 @@ def install() -> None:
         cpu_models.FUSED_GATED_NORM: cpu_models.norm_with_fused_gate,
         images.PROCESSORS: images.read_files,
         images.HUGGING_FACE: images.tokenize_alone,
+        images.QWEN2_5_VL: images.load_whole_towers,
+        images.QWEN3_VL: images.load_whole_towers,
         gpt_oss.MODEL: gpt_oss.correct,
         gpt_oss.ARGUMENTS: gpt_oss.take_native_attention,
     }

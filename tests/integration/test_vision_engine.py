@@ -139,7 +139,18 @@ def qwen3_vl(model: Model) -> Iterator[SglangProcess]:
 
 @pytest.fixture(scope="module")
 def keeping(model: Model) -> Iterator[SglangProcess]:
-    with sglang_server(model("qwen2_5_vl"), in_flight="in_place") as process:
+    """A server of a folder with the names of a language model and a tower within a model."""
+    folder = model("qwen2_5_vl")
+    within = Path(shutil.copytree(folder, folder.with_name("within")))
+    tensors = load_file(folder / "model.safetensors")
+    named = {
+        "model.visual." + name.removeprefix("visual.")
+        if name.startswith("visual.")
+        else name.replace("model.", "model.language_model."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(named, within / "model.safetensors", metadata={"format": "pt"})
+    with sglang_server(within, in_flight="in_place") as process:
         yield process
 
 
@@ -233,6 +244,11 @@ async def test_a_version_that_comes_amid_an_answer_sees_with_its_own_tower(
     ids, images = pictures.prompt("see ", WIDE, " and ", TALL, "!")
     folders = {OLD: model(name), NEW: model(name, 8)}
     async with client_of(server, in_flight=in_flight, keeps_sessions=False) as engine:
+        if in_flight == "in_place":  # it has read its folder, and no version yet
+            await engine.label(OLD)
+            (first,) = await engine.sample(ids, replace(GREEDY, images=images), count=1)
+            expected = reference(folders[OLD], ids, first.token_ids, images)
+            assert error(first.logprobs, expected) < SAME
 
         async def amid() -> Completion:
             for _ in range(TRIES):

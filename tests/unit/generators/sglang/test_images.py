@@ -1,11 +1,13 @@
 import asyncio
 import os
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
-from slipstream.generators.sglang.images import FileImages, ImageEntry, positions
+from slipstream.generators.sglang.images import FileImages, ImageEntry, load_whole_towers, positions
 from slipstream.wire.messages.images import ImageSpan, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 from tests.support.drawn_images import drawn
@@ -72,3 +74,38 @@ async def test_what_could_not_be_read_is_read_again(tmp_path: Path):
     damaged = entry(tmp_path, b"no image at all")
     with pytest.raises(ValueError, match="not an image that can be read"):
         await images.patches_of(damaged)
+
+
+class Seeing:
+    """A model of SGLang's, as far as its loads go."""
+
+    def __init__(self) -> None:
+        self.visual = torch.nn.ModuleDict({"merger": torch.nn.Linear(2, 2)})
+        self.loaded: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded += [name for name, _ in weights]
+
+
+def test_a_tower_is_loaded_whole_or_not_at_all():
+    kind = type("Qwen3VLForConditionalGeneration", (Seeing,), dict(vars(Seeing)))
+    module = types.ModuleType("qwen3_vl")
+    vars(module).update({kind.__name__: kind, "Other": Seeing})
+    load_whole_towers(module)
+    empty = torch.empty(0)
+    whole = {"model.visual.merger.weight": empty, "model.visual.merger.bias": empty}
+    text = {"model.language_model.layers.0.mlp.up_proj.weight": empty, "lm_head.weight": empty}
+    model = kind()
+    for part, missing in (({}, 2), (dict(list(whole.items())[:1]), 1)):
+        with pytest.raises(ValueError, match=f"{missing} tensors of the vision tower are missing"):
+            model.load_weights((text | part).items())
+    model.loaded.clear()
+    model.load_weights((text | whole).items())
+    assert model.loaded == [
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+        "visual.merger.weight",
+        "visual.merger.bias",
+    ]
+    model.load_weights(text.items())  # a version without it
+    model.load_weights(list(whole.items())[:1])  # a bucket
