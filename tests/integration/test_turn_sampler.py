@@ -1,12 +1,15 @@
 """Whatever an environment says: a submission, or a failure of its trajectory with the reason."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typing_extensions import override
 
+from slipstream.broker.images import LocalImages
 from slipstream.broker.server.generation import most_bytes
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.environments.host import EnvironmentFailedError
@@ -17,13 +20,20 @@ from slipstream.generators.rollout import Sampler, Submission
 from slipstream.generators.text.codec import TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import LeasedGroup
-from slipstream.wire.messages.trajectory import Json, Prompt
+from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.images import Image, digest_of
+from slipstream.wire.messages.trajectory import ChatMessage, ContentPart, Json, Prompt
+from slipstream.wire.models.pixels import checked_image
 from slipstream.wire.settings.sections import EnvironmentSection, SamplingSection
+from tests.integration.environments.guessing import png
 from tests.support.blank_model import write_blank_model
 from tests.support.canned_engine import CannedEngine, completion
+from tests.support.vision_models import IMAGE_TOKEN, VISION_MODELS, VOCABULARY, write_tokens
 from tests.support.waiting import HANG_S, until_async
 
 pytestmark = pytest.mark.integration
+PROMPT = Prompt(prompt="1+1=", ground_truth="2")
+END = VOCABULARY["<|im_end|>"]
 TOKEN_BYTES = 16  # of arrays, for each token
 GUESSING = Path(__file__).parent / "environments" / "guessing.py"
 
@@ -39,17 +49,46 @@ class Parsing(CannedEngine):
         return text, [], 0
 
 
+class Looking(Parsing):
+    """Looks at the files of a request."""
+
+    def __init__(self, *completions: Completion) -> None:
+        super().__init__(*completions)
+        self.seen: list[list[bytes]] = []
+
+    @override
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        for span, _ in params.images:
+            assert prompt_ids[span.first_token : span.end] == [IMAGE_TOKEN] * span.num_tokens
+        self.seen.append([image.file.read_bytes() for image in params.images])
+        return await super().sample(prompt_ids, params, count=count, seeds=seeds)
+
+
 async def submission_of(
     folder: Path,
     name: str,
     *,
+    prompt: Prompt = PROMPT,
+    images: LocalImages | None = None,
     template: str = "",
     parser: str = "",
     must_reward: bool = False,
     engine: CannedEngine | None = None,
     **limits: int,
 ) -> Submission:
-    write_blank_model(folder / "model", hidden=16, layers=1)
+    if images is None:
+        write_blank_model(folder / "model", hidden=16, layers=1)
+    else:
+        write_tokens(folder / "model", "qwen2_5_vl")
+        config = json.dumps(VISION_MODELS["qwen2_5_vl"])
+        (folder / "model" / "config.json").write_text(config)
     sampling = SamplingSection(
         max_prompt_tokens=16, max_response_tokens=100, chat_template=template
     )
@@ -61,12 +100,7 @@ async def submission_of(
         function=f"{GUESSING}:{name}", timeout_s=HANG_S, tool_call_parser=parser, **limits
     )
     work = LeasedGroup(
-        group_id=3,
-        lease_id=1,
-        item="train",
-        position=0,
-        prompt=Prompt(prompt="1+1=", ground_truth="2"),
-        siblings=(0,),
+        group_id=3, lease_id=1, item="train", position=0, prompt=prompt, siblings=(0,)
     )
     booking = Lanes(Range(lowest=1, highest=1, step=1)).book(1)
     await booking.enter()
@@ -76,7 +110,7 @@ async def submission_of(
         ) as turn_sampler,
         booking.by_call() as lanes,
     ):
-        message, frames = await turn_sampler.run(work, 0, lanes)
+        message, frames = await turn_sampler.run(work, 0, lanes, images=images)
     (session,) = engine.ended_sessions
     assert {params.session for _, params, _, _ in engine.asked} == {session}
     most = most_bytes(message.header, TOKEN_BYTES)
@@ -109,6 +143,37 @@ def test_what_a_client_leaves_out_is_no_fault_of_the_trajectory(tmp_path: Path):
     assert message.score is not None
     assert message.score.reward == 1.0
     assert frames[1].decode().startswith("user: 1+1=\nassistant: look({})\ntool: y\nassistant: ")
+
+
+async def test_images_of_all_turns_are_files_for_the_engine_and_places_for_the_learner(
+    tmp_path: Path,
+):
+    (tmp_path / "files").mkdir()
+    run = {digest_of(png(shade=9)): png(shade=9)}  # images of the run, as the broker has them
+
+    async def fetch(digest: str) -> bytes:
+        return run[digest]
+
+    async def store(content: bytes) -> Image:
+        run[digest_of(content)] = content
+        return checked_image(content)
+
+    files = LocalImages(fetch, tmp_path / "files", store=store)
+    part = ContentPart(image=checked_image(png(shade=9)))
+    prompt = Prompt(prompt=(ChatMessage("user", (ContentPart(text="see "), part)),))
+    engine = Looking(completion(50, END))
+    _, frames = await submission_of(
+        tmp_path, "Showing", engine=engine, prompt=prompt, images=files, max_tokens=900
+    )
+    payload = decode_payload(frames[0])
+    shades = [digest_of(png(shade=shade)) for shade in (9, 1, 2)]
+    assert [span.digest for span in payload.images] == shades
+    ids = np.frombuffer(payload.token_ids.data, "<i4")
+    for span in payload.images:
+        assert set(ids[span.first_token : span.end]) == {IMAGE_TOKEN}
+    assert (ids == IMAGE_TOKEN).sum() == sum(span.num_tokens for span in payload.images)
+    assert engine.seen == [[run[digest] for digest in shades[:count]] for count in (1, 2, 3)]
+    assert all(min(prompt_ids) >= 0 for prompt_ids, *_ in engine.asked)
 
 
 def test_a_template_that_leaves_out_tools_is_named_once(

@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -329,8 +328,9 @@ class Showing(Environment):
         self.shown += 1
         image: bytes | Path = png(shade=self.shown)
         if self.shown == 1:
-            image = Path(tempfile.gettempdir()) / "seen.png"
-            image.write_bytes(png(shade=self.shown))
+            file = os.memfd_create("seen.png")
+            os.write(file, png(shade=self.shown))
+            image = Path(f"/proc/self/fd/{file}")
         parts = [{"type": "text", "text": "now "}, {"type": "image", "image": image}]
         return Step(messages={"role": "user", "content": parts}, done=self.shown == 3, reward=1.0)
 
