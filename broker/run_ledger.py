@@ -37,6 +37,7 @@ def build_ledger(
 
 
 _ARRAY_BYTES = 4 + 1 + 4  # id, loss mask and logprob of a token
+_PLACE_BYTES = 30  # a third of the place of an image, which has a token between two marks at least
 _ID_BYTES = 4
 _EXPERT_BYTES = 16_384  # experts of a token in all layers, several times today's most
 
@@ -44,7 +45,7 @@ _EXPERT_BYTES = 16_384  # experts of a token in all layers, several times today'
 def _token_bytes(run: RunSection, sampling: SamplingSection) -> int:
     """Return the most bytes of a payload for each token."""
     kept = _ID_BYTES * (1 + sampling.max_kept_tokens) if sampling.records_kept else 0
-    return _ARRAY_BYTES + kept + (_EXPERT_BYTES if run.routing_replay == "R3" else 0)
+    return _ARRAY_BYTES + _PLACE_BYTES + kept + (_EXPERT_BYTES if run.routing_replay == "R3" else 0)
 
 
 def ledger_rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
