@@ -133,7 +133,8 @@ def qwen2_5_vl(model: Model) -> Iterator[SglangProcess]:
 
 @pytest.fixture(scope="module")
 def qwen3_vl(model: Model) -> Iterator[SglangProcess]:
-    with sglang_server(model("qwen3_vl")) as process:
+    """A server that computes prompts in chunks, whose ends lie within images."""
+    with sglang_server(model("qwen3_vl"), chunked_prefill_size=24) as process:
         yield process
 
 

@@ -63,6 +63,7 @@ def sglang_server(
     *,
     several_turns: bool = False,
     in_flight: str = "retract",
+    **sglang: int,
 ) -> Iterator[SglangProcess]:
     """Yield a real server of a model, of the tiny policy if none is given."""
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
@@ -73,7 +74,7 @@ def sglang_server(
             {
                 "run": {"name": "p", "dir": name, "model": str(model)},
                 "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest - 16},
-                "generators": {"device": "cpu", "max_cached_tokens": 4096},
+                "generators": {"device": "cpu", "max_cached_tokens": 4096, "sglang": sglang},
                 "environment": {"function": "none.py:None"} if several_turns else {},
                 "weightbus": {"in_flight": in_flight},
             }
