@@ -142,7 +142,7 @@ def test_images_in_one_pack_are_seen_as_transformers_sees_each_alone(
 
 
 @pytest.mark.slow  # tests/unit/weightbus/version/test_engine_checksums.py has it by hand
-@pytest.mark.parametrize("name", ["qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_an_engine_holds_a_tower_as_it_is_published(model: Callable[[str], Path], name: str):
     """A version has the tower if it is trained; else the engine has it from its folder."""
     folder = model(name)
