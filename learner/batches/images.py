@@ -79,9 +79,12 @@ class ImageReader:
                 )
             if any(span.first_token < start < span.end for start in trajectory.branches):
                 raise ProtocolError(f"image {span.digest[:8]} has tokens of two branches")
-        is_image = (trajectory.token_ids == law.image_token) & ~trajectory.loss_mask
-        if (covered != is_image).any():
-            at = int((covered != is_image).argmax())
+        is_image = trajectory.token_ids == law.image_token
+        wrong = covered & ~is_image
+        if not (is_image & trajectory.loss_mask).any():  # else the policy chose it: it is text
+            wrong |= is_image & ~covered
+        if wrong.any():
+            at = int(wrong.argmax())
             raise ProtocolError(
                 f"token {at} is {trajectory.token_ids[at]}, and {'an' if covered[at] else 'no'} "
                 f"image has a span there; tokens of images are {law.image_token}"

@@ -20,6 +20,7 @@ import torch
 from slipstream.learner.batches.packing import PackedBatch, TrainTrajectory, pack
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
+from slipstream.learner.model.division import with_vision
 from slipstream.learner.tools.command_ranks import main, topology_of
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 
@@ -61,7 +62,7 @@ def measure(settings: LearnerSettings, folder: Path, rank: int) -> None:
     learner = settings.learner
     with topology_of(settings, folder, rank) as topology:
         process = psutil.Process()
-        hf = load_hf_config(settings.model)
+        hf = with_vision(load_hf_config(settings.model), learner)
         _updated(_smallest(hf, learner), settings, topology)  # memory that libraries take once
         before = _resident(process)
         policy = _updated(hf, settings, topology)
@@ -91,6 +92,8 @@ def _smallest(hf: HfConfig, learner: LearnerSection) -> HfConfig:
         intermediate_size=8 * sizes.tensor,
         moe_intermediate_size=8 * sizes.expert_tensor,
         vocab_size=64,
+        vision=None,
+        trains_vision=False,
     )
 
 

@@ -348,3 +348,25 @@ def test_decays_stay_in_float32_where_all_else_is_narrow(tmp_path: Path):
     assert after[decays].equal(before[decays])
     assert {str(tensor.dtype) for tensor in after.values()} == {"torch.bfloat16", "torch.float32"}
     assert [name for name in after if after[name].dtype is torch.float32] == [decays]
+
+
+@pytest.mark.slow  # the layouts have it in float32
+def test_a_trained_tower_is_published_and_restored_in_bfloat16(tmp_path: Path):
+    """Two ranks of tensor parallelism, each with images of its own tokens."""
+    model = write_family(tmp_path / "model", "qwen3_vl")
+    shutil.copytree(model, tmp_path / "reference")
+    work = tmp_path / "work"
+    how = {"tensor_parallel": 2, "dtype": "bfloat16", "vision": "trained"}
+    outputs(start_ranks(PROGRAM, model, work, 2, **how))
+    for report in reports(work, 2):
+        assert report["published"] == []
+        assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (model, work / "default")
+    )
+    tower = [name for name in before if "visual." in name]
+    assert len(tower) > 50
+    moved = [
+        name for name in tower if not after[name].float().equal(before[name].bfloat16().float())
+    ]
+    assert len(moved) > 0.9 * len(tower)

@@ -37,13 +37,6 @@ from tests.support.tiny_run import write_policy
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 1024},
-}
 # Images of the prompt of each group, by number. The second and the third prompt differ in their
 # image alone, and the last has none.
 SHOWN = [(0, 1), (2,), (3,), ()]
@@ -69,7 +62,6 @@ class Seen:
         write_policy(self.folder / "tokens")
         for file in (self.folder / "tokens").glob("token*"):
             shutil.copyfile(file, self.model / file.name)
-        (self.model / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
         self._write_groups()
         (self.folder / "run.toml").write_text(
             f"""

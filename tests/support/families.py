@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.family_models import IMAGE_TOKEN, MODELS, SHAPE
+from tests.support.family_models import IMAGE_TOKEN, MODELS, PROCESSOR, SHAPE
 from tests.support.ranks.run import outputs, start
 
 
@@ -78,6 +78,8 @@ def main(folder: Path, name: str, *changes: str) -> None:
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | HUB.get(settings["model_type"], {})))
     (folder / "tokenizer.json").write_text("{}")
+    if "vision_config" in settings:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
 if __name__ == "__main__":

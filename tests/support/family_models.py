@@ -49,6 +49,13 @@ _SHARED = {
     "shared_expert_intermediate_size": 64,
 }
 IMAGE_TOKEN = 130  # of those that see images: no token of their texts
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+}
 _VISION = {
     "depth": 3,
     "hidden_size": 32,

@@ -17,6 +17,7 @@ from slipstream.learner.batches.packing import pack
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
+from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.lora import LoraSection
 from tests.support.published_parts import written_tensors
@@ -29,6 +30,7 @@ from tests.support.ranks.policy import (
 )
 from tests.support.ranks.program import finish, join_ranks, planned, run, settings_of
 from tests.support.ranks.run import section_of
+from tests.support.seen_images import with_images
 
 if TYPE_CHECKING:
     from slipstream.learner.model.topology import Topology
@@ -60,7 +62,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
     from slipstream.learner.model.weights.hf_weights import save_hf_folder
     from slipstream.learner.starting_policy import build_policy
 
-    everything = train_sequences()
+    everything = with_images(train_sequences(), load_hf_config(folder))
     plans, batches = planned(everything, learner, topology, minibatches=2, max_tokens=24)
     report: dict[str, object] = {}
     for name, kl in KL.items():

@@ -42,7 +42,7 @@ def trajectory(*ids: int, num_prompt: int = 4) -> TrainTrajectory:
     )
 
 
-SHOWN = trajectory(1, 9, 9, 2, 5, 9)  # the policy chose a token of images in the end
+SHOWN = trajectory(1, 9, 9, 2, 5, 6)
 
 
 def test_an_image_is_read_once_for_all_that_show_it():
@@ -54,6 +54,14 @@ def test_an_image_is_read_once_for_all_that_show_it():
     assert (one.span, one.merge) == (SPAN, 2)
     (without,) = ImageReader(LAW, None).of((SPAN,), SHOWN)
     assert without.pixels is None
+
+
+def test_a_token_of_images_that_the_policy_chose_is_text_wherever_it_is_shown_again():
+    chosen = trajectory(1, 9, 9, 2, 9, 1, 9, 9, 2, 9, 5, num_prompt=4)
+    chosen.loss_mask[5:10] = False  # a further branch begins with what was said
+    spans = (SPAN, ImageSpan(SEEN, 6, 2, 2, 4))
+    reader = ImageReader(LAW, FILES)
+    assert len(reader.of(spans, dataclasses.replace(chosen, branches=(5,)))) == 2
 
 
 @pytest.mark.parametrize(
