@@ -75,6 +75,9 @@ class RowImages:
     def _content_of(self, name: str) -> bytes:
         try:
             path = self._folder / name
+            if not path.is_file():  # reading a device or a pipe may never end
+                path.stat()
+                raise BadRowError(f"image {name[:_SHOWN]} is not a file")
             size = path.stat().st_size
             if size > MOST_IMAGE_BYTES:
                 raise BadRowError(

@@ -36,14 +36,14 @@ class ImageFolder:
         digest = digest_of(content)
         kept = self._kept
         known = kept.sizes.get(digest, 0)
-        if known == len(content):  # a file of another size was not finished
+        file = self.file_of(digest)
+        if known == len(content) and _holds(file, content):  # a power failure leaves anything
             return digest
         if kept.num_bytes - known + len(content) > self._most_bytes:
             raise ImageError(
                 f"images of the run take {kept.num_bytes:,} bytes, and may take "
                 f"{self._most_bytes:,} (broker.image_budget_bytes)"
             )
-        file = self.file_of(digest)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, content, durable=durable)
@@ -75,3 +75,10 @@ class ImageFolder:
         if digest_of(content) != digest:
             raise ImageError(f"{file} changed on disk: its bytes are those of another image")
         return content
+
+
+def _holds(file: Path, content: bytes) -> bool:
+    try:
+        return file.read_bytes() == content
+    except OSError:
+        return False

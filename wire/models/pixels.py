@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.images import MOST_IMAGE_BYTES, Image, digest_of
+from slipstream.wire.messages.images import MOST_EDGE, MOST_IMAGE_BYTES, Image, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ def _reading(content: bytes) -> "Iterator[OpenImage]":
             if width * height > MOST_PIXELS:
                 reason = f"{width} x {height} pixels, at most {MOST_PIXELS:,} can be used"
                 raise BadImageError(reason)  # noqa: TRY301 the one way out for all reasons
+            if max(width, height) > MOST_EDGE:
+                reason = f"{width} x {height} pixels, an edge may have {MOST_EDGE:,}"
+                raise BadImageError(reason)  # noqa: TRY301
             yield opened
     except BadImageError:
         raise

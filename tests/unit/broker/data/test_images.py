@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,8 @@ def test_a_text_is_asked_about_images_as_a_turn(tmp_path: Path):
         (["red.png"] * 17, ASKED, r"17 images, a prompt may have 16 \(data\.max_images\)"),
         (["large.png"], ASKED, f"{MOST_IMAGE_BYTES + 1:,} bytes, at most {MOST_IMAGE_BYTES:,}"),
         (["wide.png"], ASKED, "9000 x 9000 pixels, at most 67,108,864"),
+        (["pipe"], ASKED, "image pipe is not a file"),
+        (["/dev/zero"], ASKED, "image /dev/zero is not a file"),
         ([], [{"type": "video", "video": "x.mp4"}], "a part of type 'video', not text or image"),
     ],
 )
@@ -195,6 +198,7 @@ def test_what_is_no_image_is_a_bad_row_with_the_reason(
 ):
     with (tmp_path / "large.png").open("wb") as large:
         large.truncate(MOST_IMAGE_BYTES + 1)
+    os.mkfifo(tmp_path / "pipe")
     header = bytearray(RED[:33])
     header[16:24] = (9000).to_bytes(4, "big") * 2
     header[29:] = zlib.crc32(header[12:29]).to_bytes(4, "big")

@@ -20,13 +20,17 @@ def test_what_is_kept_is_read_or_an_error(tmp_path: Path):
         images.read(digest)
 
 
-def test_an_image_that_was_not_finished_is_written_again(tmp_path: Path):
+@pytest.mark.parametrize("left", [b"", b"\0\0\0\0\0"])
+def test_an_image_that_was_not_finished_is_written_again(left: bytes, tmp_path: Path):
     digest = ImageFolder(tmp_path).keep(b"whole")
     file = ImageFolder(tmp_path).file_of(digest)
-    file.write_bytes(b"")  # after a power failure
+    file.write_bytes(left)  # after a power failure
     again = ImageFolder(tmp_path, most_bytes=5)
     again.keep(b"whole")
     assert again.read(digest) == b"whole"
     before = file.stat().st_mtime_ns
     again.keep(b"whole")
     assert file.stat().st_mtime_ns == before, "it was written twice"
+    file.unlink()
+    again.keep(b"whole")
+    assert again.read(digest) == b"whole"

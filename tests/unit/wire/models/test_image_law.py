@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.images import MOST_EDGE
 from slipstream.wire.models.image_law import ImageLaw, image_law
 from slipstream.wire.models.pixels import (
     BadImageError,
@@ -82,6 +83,14 @@ def test_images_are_turned_as_their_file_says_and_lose_their_transparency():
 def test_damaged_images_are_refused(content: bytes):
     with pytest.raises(BadImageError, match="not an image that can be read"):
         checked_image(content)
+
+
+@pytest.mark.parametrize("size", [(MOST_EDGE + 1, 1), (1, MOST_EDGE + 1)])
+def test_an_edge_that_no_message_holds_is_refused(size: tuple[int, int]):
+    file = io.BytesIO()
+    Image.new("1", size).save(file, "PNG")
+    with pytest.raises(BadImageError, match=r"pixels, an edge may have 1,048,576"):
+        image_facts(file.getvalue())
 
 
 def written(folder: Path, name: str, content: object) -> Path:
