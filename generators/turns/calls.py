@@ -40,6 +40,7 @@ Messages = Sequence[Mapping[str, Json]]
 _TOOL_CHARACTERS = 1 << 16  # characters of tools, which a template may leave out
 _BYTES_OF_A_CHARACTER = 12  # in JSON at most: two escapes
 _VALUES_OF_A_TOKEN = 8  # values in JSON, including commas and brackets in texts
+_MOST_IDS = 1 << 31  # token ids of a model whose number of them is unknown
 _MOST_COMPARED = 8  # newest replies whose histories are rendered to compare
 _SHOWN = 60  # characters of a difference
 
@@ -73,6 +74,11 @@ class RecordedReply:
     text_until: str = ""  # prompt and reply of a text request
     beginning: Beginning = _NOTHING
     experts_before: tuple[Experts, ...] = ()  # experts of its prompt that were known before
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its prompt and what was sampled."""
+        return [*self.prompt_ids, *self.completion.token_ids]
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -388,6 +394,7 @@ class TrajectoryCalls:
         else:
             prompt_ids = self._prompt(history.without_last())
             written = self._encode(last["content"])
+            self.images.refuse_places(written, "messages")
             return [*prompt_ids, *written], Beginning(written, last["content"]), bool(written)
         raise BadRequestError(f"the last message {why}", "messages")
 
@@ -407,9 +414,11 @@ class TrajectoryCalls:
         prompt = request.prompt
         if not isinstance(prompt, str):
             self._refuse(len(prompt), self.conversation.max_tokens, "tokens")
-            if self._vocab_size and not all(0 <= token < self._vocab_size for token in prompt):
-                last = self._vocab_size - 1
+            last = (self._vocab_size or _MOST_IDS) - 1
+            if not all(0 <= token <= last for token in prompt):
                 raise BadRequestError(f"prompt: token ids are 0 to {last}", "prompt")
+            if self.images.are_seen:
+                self.images.refuse_places(prompt[self._num_known(prompt) :], "prompt")
             return list(prompt)
         if self._longest_token:
             self._refuse(len(prompt), self._most_characters, "characters")
@@ -418,12 +427,16 @@ class TrajectoryCalls:
             for reply in reversed(self._kept)
             if reply.text_until and prompt.startswith(reply.text_until)
         ]
-        if not known:
-            return self._encode(prompt)
-        reply = max(known, key=lambda reply: len(reply.text_until))
-        rest = prompt[len(reply.text_until) :]
-        sampled = [*reply.prompt_ids, *reply.completion.token_ids]
-        return [*sampled, *(self._encode(rest) if rest else [])]
+        reply = max(known, key=lambda reply: len(reply.text_until), default=None)
+        rest = prompt[len(reply.text_until) :] if reply is not None else prompt
+        written = self._encode(rest) if rest else []
+        self.images.refuse_places(written, "prompt")
+        return [*(reply.token_ids if reply is not None else ()), *written]
+
+    def _num_known(self, prompt: list[int]) -> int:
+        """Return how many tokens a prompt begins with that are a reply's and its prompt's."""
+        known = (reply.token_ids for reply in self._kept)
+        return max((len(ids) for ids in known if prompt[: len(ids)] == ids), default=0)
 
     def _continuing(self, history: _History) -> list[int] | None:
         """Return the prompt that messages mean; replies in it keep the tokens that were sampled.

@@ -107,7 +107,9 @@ class TrajectoryImages:
             if self._store is not None:
                 try:
                     await self._store(content)
-                except ImageError as error:
+                except ImageError as error:  # a call without it may go on
+                    self._known.pop(digest, None)
+                    self._unstored.pop(digest, None)
                     raise BadRequestError(f"an image of a message: {error}", "messages") from error
             self._unstored.pop(digest, None)
 
@@ -122,6 +124,18 @@ class TrajectoryImages:
         return self._marks.marked(
             ids, [image for message in messages for image in images_of(message)]
         )
+
+    def refuse_places(self, ids: list[int], name: str) -> None:
+        """Refuse tokens of a client that stand for an image: they come with none.
+
+        Raises:
+            BadRequestError: there are some; the error names the field.
+        """
+        if self._marks is not None:
+            try:
+                self._marks.marked(ids, ())
+            except ValueError as error:
+                raise BadRequestError(f"{name}: {error}", name) from error
 
     def encoded(self, marked: list[int]) -> Encoded:
         """Return ids as the model reads them, and the places of images."""

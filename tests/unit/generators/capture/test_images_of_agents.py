@@ -17,7 +17,7 @@ from tests.support.drawn_images import drawn
 from tests.unit.generators.capture.test_capture import Served, ask, served
 from tests.unit.generators.capture.test_messages import post
 
-PLACE = "\ue000"
+PLACE = "\u0378"
 LAW = ImageLaw(image_token=ord(PLACE), least_pixels=28 * 28)
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if m.content is string %}{{ m.content }}"
@@ -188,6 +188,38 @@ async def test_what_a_policy_cannot_see_or_a_run_cannot_keep_is_refused():
         named = {"type": "image", "image": ["a" * 64, 84, 56, 9]}  # of another trajectory
         with pytest.raises(openai.BadRequestError, match="no data URL, and no bytes"):
             await ask(it, [{"role": "user", "content": [named]}])
+
+
+async def test_places_of_images_in_a_clients_own_text_or_tokens_are_refused():
+    async with seeing(f"a{PLACE}", "b") as (it, _):
+        reply = it.client.completions.create
+        for prompt in (f"see {PLACE}", [1, LAW.image_token]):
+            with pytest.raises(openai.BadRequestError, match="prompt: 0 images, and 1 place"):
+                await reply(model="policy", prompt=prompt)
+        with pytest.raises(openai.BadRequestError, match="prompt: token ids are 0 to"):
+            await reply(model="policy", prompt=[-1])  # the mark of an image
+        begun = {"role": "assistant", "content": PLACE}
+        with pytest.raises(openai.BadRequestError, match="messages: 0 images, and 1 place"):
+            await ask(it, [user("?"), begun])
+        assert not it.engine.asked
+        first = [ord("?")]
+        await reply(model="policy", prompt=first, max_tokens=2)
+        whole = it.calls.conversation.token_ids
+        assert LAW.image_token in whole, "the policy chose it"
+        await reply(model="policy", prompt=[*whole, ord("!")])
+        assert it.calls.conversation.branches == ()
+        with pytest.raises(openai.BadRequestError, match="prompt: 0 images, and 1 place"):
+            await reply(model="policy", prompt=[*whole, LAW.image_token])
+
+
+async def test_a_call_without_the_image_that_had_no_room_goes_on():
+    async with seeing("x", room=0) as (it, stored):
+        with pytest.raises(openai.BadRequestError, match="no room for image"):
+            await ask(it, [user(RED)])
+        assert (await ask(it, [user("?")])).choices[0].message.content == "x"
+        with pytest.raises(openai.BadRequestError, match="no room for image"):
+            await ask(it, [user(RED)])
+        assert not stored
 
 
 def test_a_trajectory_has_a_limit_of_images():
