@@ -14,7 +14,7 @@ from slipstream.wire.errors import ImageError, ProtocolError, RefusedError
 from slipstream.wire.messages.broker import Done, FetchImage, ImageBytes, StoreImage
 from slipstream.wire.messages.images import Image, digest_of
 from slipstream.wire.messages.trajectory import Transcript
-from slipstream.wire.models.pixels import checked_image
+from slipstream.wire.models.pixels import BadImageError, checked_image
 
 _CACHE_BYTES = 1 << 28
 _DISK_BYTES = 1 << 30
@@ -49,6 +49,19 @@ class ImageFetcher:
         finally:
             if not lock.locked():
                 self._locks.pop(digest, None)
+
+    async def fetch_readable(self, digest: str) -> bytes:
+        """Return the bytes of an image whose pixels can all be read; raises as ``fetch`` does.
+
+        Raises:
+            ImageError: they cannot be read, too.
+        """
+        content = await self.fetch(digest)
+        try:
+            await asyncio.to_thread(checked_image, content)
+        except BadImageError as error:
+            raise ImageError(f"image {digest[:8]}: {error}") from error
+        return content
 
     async def store(self, content: bytes) -> Image:
         """Have the broker keep an image of an observation; once this returns, it is on disk.

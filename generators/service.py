@@ -86,7 +86,7 @@ async def serve(
         cleanup.callback(client.close)
         folder = cleanup.enter_context(TemporaryDirectory(prefix="slipstream-images-"))
         fetcher = ImageFetcher(client)
-        images = LocalImages(fetcher.fetch, Path(folder), store=fetcher.store)
+        images = LocalImages(fetcher.fetch_readable, Path(folder), store=fetcher.store)
         audit = ProbeAudit(engine, _noise(settings))
         worker = GeneratorWorker(
             client=client,

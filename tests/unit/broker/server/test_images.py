@@ -41,6 +41,16 @@ async def test_images_are_fetched_once_and_stored_before_the_answer(tmp_path: Pa
             await fetcher.store(b"text")
 
 
+async def test_pixels_that_cannot_be_read_are_found_before_an_engine_is_asked(tmp_path: Path):
+    images = ImageFolder(tmp_path / "images")
+    whole, damaged = images.keep(RED), images.keep(BLUE[:-300])
+    async with running(tmp_path, images=images) as it:
+        fetcher = ImageFetcher(await it.client("generator", "generator-0"))
+        assert await fetcher.fetch_readable(whole) == RED
+        with pytest.raises(ImageError, match=f"image {damaged[:8]}: .* truncated"):
+            await fetcher.fetch_readable(damaged)
+
+
 async def test_a_small_cache_keeps_what_was_used_last(tmp_path: Path):
     images = ImageFolder(tmp_path / "images")
     kept = [images.keep(content) for content in (RED, BLUE)]
