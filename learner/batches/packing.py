@@ -439,7 +439,7 @@ def _packed_images(
         grids=tuple((image.span.rows, image.span.columns) for image in different.values()),
         merge=merge,
         pixels=tuple(
-            torch.from_numpy(image.pixels).to(device)
+            torch.from_numpy(image.pixels)
             for image in different.values()
             if image.pixels is not None
         ),

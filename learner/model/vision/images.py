@@ -57,7 +57,9 @@ class PackedImages:
     source: Tensor  # [T] int64 on the host, row of the images' tokens; -1 for a token of text
     grids: tuple[Grid, ...]  # rows and columns of each image's patches
     merge: int  # patches of a token each way
-    pixels: tuple[Tensor, ...]  # [rows * columns, C] float32 of each; none on ranks without a tower
+    pixels: tuple[Tensor, ...]
+    """[rows * columns, C] float32 of each, on the host, where microbatches share them; none on
+    ranks without a tower."""
 
     def of_rank(self, source: Tensor) -> "ImagesHere | None":
         """Return what a rank computes: images with a token there, as a whole.
@@ -77,9 +79,9 @@ class PackedImages:
         needed, inner = np.unique(numbers, return_inverse=True)
         first_here = np.cumsum([0, *(counts[number] for number in needed)])[:-1]
         rows_here = rows - starts[numbers] + first_here[inner]
-        where = self.pixels[0].device
+        where = self.position_ids.device
         return ImagesHere(
-            torch.cat([self.pixels[number] for number in needed]),
+            torch.cat([self.pixels[number] for number in needed]).to(where),
             tuple(self.grids[number] for number in needed),
             torch.from_numpy(rows_here).to(where),
             places.to(where),

@@ -36,6 +36,21 @@ def test_a_rank_computes_the_images_of_its_tokens_as_a_whole():
     assert images.of_rank(torch.tensor([-1, -1])) is None
 
 
+def test_pixels_go_to_the_device_of_positions_with_their_microbatch():
+    images = PackedImages(
+        position_ids=torch.zeros(3, 1, device="meta"),
+        source=torch.tensor([0]),
+        grids=((2, 2),),
+        merge=2,
+        pixels=(torch.zeros(4, 5),),
+    )
+    here = images.of_rank(images.source)
+    assert here is not None
+    assert here.pixels.is_meta
+    assert here.rows.is_meta
+    assert here.places.is_meta
+
+
 def test_a_rank_without_a_tower_computes_none():
     images = PackedImages(
         position_ids=torch.zeros(3, 1),
