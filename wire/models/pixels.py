@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.images import MOST_IMAGE_BYTES, Image, digest_of
+from slipstream.wire.messages.images import MOST_EDGE, MOST_IMAGE_BYTES, Image, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 
 if TYPE_CHECKING:
@@ -116,8 +116,9 @@ def _reading(content: bytes) -> "Iterator[OpenImage]":
     try:
         with Pillow.open(io.BytesIO(content), formats=FORMATS) as opened:
             width, height = opened.size
-            if width * height > MOST_PIXELS:
+            if width * height > MOST_PIXELS or max(width, height) > MOST_EDGE:
                 reason = f"{width} x {height} pixels, at most {MOST_PIXELS:,} can be used"
+                reason += f", {MOST_EDGE:,} of an edge"
                 raise BadImageError(reason)  # noqa: TRY301 the one way out for all reasons
             yield opened
     except BadImageError:
