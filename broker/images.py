@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from slipstream.broker.client import BrokerClient
 from slipstream.wire.errors import ImageError, ProtocolError, RefusedError
 from slipstream.wire.messages.broker import Done, FetchImage, ImageBytes, StoreImage
-from slipstream.wire.messages.images import Image, digest_of
+from slipstream.wire.messages.images import digest_of
 from slipstream.wire.messages.trajectory import Transcript
-from slipstream.wire.models.pixels import checked_image
 
 _CACHE_BYTES = 1 << 28
 _DISK_BYTES = 1 << 30
@@ -50,22 +49,24 @@ class ImageFetcher:
             if not lock.locked():
                 self._locks.pop(digest, None)
 
-    async def store(self, content: bytes) -> Image:
-        """Have the broker keep an image of an observation; once this returns, it is on disk.
+    async def store(self, content: bytes) -> str:
+        """Have the broker keep an image that was checked; once this returns, it is on disk.
+
+        Returns:
+            Its digest.
 
         Raises:
-            BadImageError: it cannot be used.
             ImageError: the broker has no room for it.
             PeerLostError: no answer in time.
         """
-        image = await asyncio.to_thread(checked_image, content)
-        if image.digest not in self._cache:
+        digest = digest_of(content)
+        if digest not in self._cache:
             try:
-                await self._client.ask(StoreImage(digest=image.digest), Done, frames=[content])
+                await self._client.ask(StoreImage(digest=digest), Done, frames=[content])
             except RefusedError as error:
                 raise ImageError(str(error)) from error
-            self._remember(image.digest, content)
-        return image
+            self._remember(digest, content)
+        return digest
 
     async def _ask(self, digest: str) -> bytes:
         try:
@@ -94,7 +95,7 @@ class LocalImages:
         folder: Path,
         *,
         most_bytes: int = _DISK_BYTES,
-        store: Callable[[bytes], Awaitable[Image]] | None = None,
+        store: Callable[[bytes], Awaitable[object]] | None = None,
     ) -> None:
         """Write into a folder of this process.
 

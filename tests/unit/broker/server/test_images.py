@@ -10,7 +10,6 @@ from slipstream.wire.errors import ForbiddenError, ImageError, ProtocolError, Re
 from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import Done, FetchImage, ImageBytes, StoreImage
 from slipstream.wire.messages.images import digest_of
-from slipstream.wire.models.pixels import BadImageError
 from tests.support.drawn_images import drawn
 from tests.support.running_broker import running
 
@@ -24,21 +23,19 @@ async def test_images_are_fetched_once_and_stored_before_the_answer(tmp_path: Pa
         fetcher = ImageFetcher(await it.client("generator", "generator-0"))
         assert await fetcher.fetch(kept) == RED
         stored = await fetcher.store(BLUE)
-        assert images.file_of(stored.digest).read_bytes() == BLUE
+        assert images.file_of(stored).read_bytes() == BLUE
         images.file_of(kept).unlink()
         assert await fetcher.fetch(kept) == RED, "it was fetched twice"
         learner = ImageFetcher(await it.client("learner", "learner"))
-        assert await learner.fetch(stored.digest) == BLUE
+        assert await learner.fetch(stored) == BLUE
         with pytest.raises(ImageError, match=f"no image {kept[:8]}"):
             await learner.fetch(kept)
-        images.file_of(stored.digest).write_bytes(RED)
+        images.file_of(stored).write_bytes(RED)
         scorer = ImageFetcher(await it.client("reward_worker", "worker"))
         with pytest.raises(ImageError, match="changed on disk"):
-            await scorer.fetch(stored.digest)
+            await scorer.fetch(stored)
         with pytest.raises(ImageError, match=r"broker\.image_budget_bytes"):
             await fetcher.store(drawn(seed=3))
-        with pytest.raises(BadImageError, match="not an image"):
-            await fetcher.store(b"text")
 
 
 async def test_a_small_cache_keeps_what_was_used_last(tmp_path: Path):
