@@ -10,9 +10,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from slipstream.broker.client import BrokerClient
-from slipstream.wire.errors import ImageError, ProtocolError, RefusedError
+from slipstream.wire.errors import HostRoomError, ImageError, ProtocolError, RefusedError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.broker import Done, FetchImage, ImageBytes, StoreImage
-from slipstream.wire.messages.images import Image, digest_of
+from slipstream.wire.messages.images import digest_of
 from slipstream.wire.messages.trajectory import Transcript
 from slipstream.wire.models.pixels import BadImageError, checked_image
 
@@ -63,22 +64,24 @@ class ImageFetcher:
             raise ImageError(f"image {digest[:8]}: {error}") from error
         return content
 
-    async def store(self, content: bytes) -> Image:
-        """Have the broker keep an image of an observation; once this returns, it is on disk.
+    async def store(self, content: bytes) -> str:
+        """Have the broker keep an image that was checked; once this returns, it is on disk.
+
+        Returns:
+            Its digest.
 
         Raises:
-            BadImageError: it cannot be used.
             ImageError: the broker has no room for it.
             PeerLostError: no answer in time.
         """
-        image = await asyncio.to_thread(checked_image, content)
-        if image.digest not in self._cache:
+        digest = digest_of(content)
+        if digest not in self._cache:
             try:
-                await self._client.ask(StoreImage(digest=image.digest), Done, frames=[content])
+                await self._client.ask(StoreImage(digest=digest), Done, frames=[content])
             except RefusedError as error:
                 raise ImageError(str(error)) from error
-            self._remember(image.digest, content)
-        return image
+            self._remember(digest, content)
+        return digest
 
     async def _ask(self, digest: str) -> bytes:
         try:
@@ -107,7 +110,7 @@ class LocalImages:
         folder: Path,
         *,
         most_bytes: int = _DISK_BYTES,
-        store: Callable[[bytes], Awaitable[Image]] | None = None,
+        store: Callable[[bytes], Awaitable[object]] | None = None,
     ) -> None:
         """Write into a folder of this process.
 
@@ -151,9 +154,9 @@ class LocalImages:
     async def _write(self, file: "_File", digest: str) -> None:
         content = await self._fetch(digest)
         try:
-            await asyncio.to_thread(file.path.write_bytes, content)
+            await asyncio.to_thread(replace_file, file.path, content, durable=False)
         except OSError as error:
-            raise ImageError(f"cannot write {file.path}: {error.strerror or error}") from error
+            raise HostRoomError(f"cannot write {file.path}: {error.strerror or error}") from error
         file.num_bytes = len(content)
         self._num_bytes += file.num_bytes
 

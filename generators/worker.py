@@ -32,7 +32,7 @@ from slipstream.generators.rollout import (
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.generators.text.images import Encoded
 from slipstream.generators.versions.probe_audit import ProbeAudit
-from slipstream.wire.errors import EngineError, ImageError, RefusedError
+from slipstream.wire.errors import EngineError, HostRoomError, ImageError, RefusedError
 from slipstream.wire.messages.bounds import finite, shortened
 from slipstream.wire.messages.broker import (
     Done,
@@ -277,10 +277,13 @@ class GeneratorWorker:
 
         Raises:
             BadPromptError: an image is missing, or changed on disk.
+            EngineError: there is no room for it here, as for an engine that cannot start.
         """
         digests = [image.digest for image in prompt.images]
         try:
             return await stack.enter_async_context(self._images.files(digests))
+        except HostRoomError as error:
+            raise EngineError(str(error)) from error
         except ImageError as error:
             raise BadPromptError(prompt, str(error)) from error
 

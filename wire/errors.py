@@ -15,6 +15,7 @@ SlipstreamError
     SupersededError   another process has taken this one's place
     StoreLostError    the store has lost acknowledged changes
     ImageError        an image of the run is missing, changed on disk, or has no room
+        HostRoomError     this host has no room for it
 """
 
 
@@ -60,6 +61,10 @@ class StoreLostError(SlipstreamError):
 
 class ImageError(SlipstreamError):
     """An image of the run is missing, changed on disk, or has no room."""
+
+
+class HostRoomError(ImageError):
+    """An image cannot be written on this host, which is no fault of its prompt."""
 
 
 class ChildDiedError(SlipstreamError):

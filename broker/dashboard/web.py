@@ -28,7 +28,7 @@ from slipstream.broker.dashboard.site import (
 )
 from slipstream.broker.history.compare.runs import sampling_of
 from slipstream.broker.history.compare.settings_diff import read_settings
-from slipstream.wire.errors import ImageError
+from slipstream.wire.errors import ConfigError, ImageError
 from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.files.run_folder import IMAGES
 from slipstream.wire.messages.images import is_digest
@@ -164,7 +164,7 @@ class Dashboard(PageServer):
         images = ImageFolder(self._items.folder / IMAGES)
         try:
             small = await self._reader.read(lambda: thumbnail_file(images.read(digest), THUMBNAIL))
-        except (ImageError, BadImageError) as error:
+        except (ImageError, BadImageError, ConfigError) as error:  # also where there is no pillow
             raise web.HTTPNotFound(text=f"{error}\n") from error
         return web.Response(body=small, content_type="image/png")
 

@@ -5,6 +5,7 @@ import binascii
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from slipstream.broker.data.plain import BadRowError, kind_of
@@ -15,7 +16,8 @@ from slipstream.wire.models.pixels import BadImageError, checked_image, image_fa
 
 _HOLDERS = ("bytes", "base64", "image", "image_url", "url", "path")  # keys with an image, in order
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
-_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}")  # PNG, JPEG, GIF, WEBP
+# PNG, JPEG, GIF, WEBP, BMP
+_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{40,}")
 _SHOWN = 80  # characters of a path in messages
 
 
@@ -75,10 +77,10 @@ class RowImages:
     def _content_of(self, name: str) -> bytes:
         try:
             path = self._folder / name
-            if not path.is_file():  # reading a device or a pipe may never end
-                path.stat()
+            stat = path.stat()
+            size = stat.st_size
+            if not S_ISREG(stat.st_mode):  # a device has no end, a pipe may have no writer
                 raise BadRowError(f"image {name[:_SHOWN]} is not a file")
-            size = path.stat().st_size
             if size > MOST_IMAGE_BYTES:
                 raise BadRowError(
                     f"image {name[:_SHOWN]} has {size:,} bytes, at most {MOST_IMAGE_BYTES:,} can "

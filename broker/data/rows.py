@@ -87,7 +87,10 @@ def _asked(
             if rules.system_prompt:
                 raise BadRowError("a system prompt needs a conversation: set data.as_chat = true")
             if images:
-                raise BadRowError("images need a conversation: set data.as_chat = true")
+                raise BadRowError(
+                    "images need a conversation: set data.as_chat = true, or leave them out by "
+                    'data.image_column = ""'
+                )
             return str(plain(value, rules.prompt_column))
         turns: list[tuple[str, Any]] = [("user", plain(value, rules.prompt_column))]
     else:

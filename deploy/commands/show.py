@@ -178,7 +178,7 @@ def _images(row: Row, folder: Path, *, in_color: bool) -> Iterator[Text]:
         try:
             content = images.read(digest)
             colors = thumbnail(content, _MOST_PIXELS) if in_color else None
-        except (ImageError, BadImageError) as error:
+        except (ImageError, BadImageError, ConfigError) as error:  # also where there is no pillow
             yield Text(f"image {digest[:8]}: {visible(str(error))}\n", style="dim")
             continue
         if colors is not None:

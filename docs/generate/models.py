@@ -93,6 +93,9 @@ refused, too (docs/adr/0060).
 - Layouts that divide heads of attention with windows or sinks between rings
   (`learner.context_parallel` above what divides the heads), or experts with biases
   (`learner.expert_tensor_parallel`).
+- Images in prompts of families without a vision tower above (of Qwen3.5 the language model is
+  trained alone), videos, and image processors other than Qwen2-VL's. Trained towers next to
+  adapters (`lora.rank`), and teachers behind an endpoint.
 - Families that are not here, with those that are.
 
 Kept, with a line in the learner's log: layers that predict further tokens, and the vision tower of

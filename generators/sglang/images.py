@@ -14,8 +14,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.generators.sglang.replacing import replace
 from slipstream.wire.errors import ConfigError
@@ -23,7 +21,7 @@ from slipstream.wire.messages.images import ImageSpan, digest_of
 from slipstream.wire.models.families.registry import engine_tensor
 from slipstream.wire.models.families.tables import HF_TOWER
 from slipstream.wire.models.hf_config import name_alone
-from slipstream.wire.models.image_law import ImageLaw, image_law
+from slipstream.wire.models.image_law import ImageLaw, image_law, positions_of
 from slipstream.wire.models.pixels import patches
 
 if TYPE_CHECKING:
@@ -42,26 +40,6 @@ class ImageEntry(msgspec.Struct, frozen=True, array_like=True):
 
     span: ImageSpan
     file: str  # its bytes, on the server's host
-
-
-def positions(num_tokens: int, spans: Sequence[ImageSpan], merge_size: int) -> NDArray[np.int64]:
-    """Return the rotary positions of tokens, [3, num_tokens]: time, rows and columns.
-
-    A token of text is one after the greatest position before it. Tokens of an image have one time,
-    and the row and column of their square of patches (Wang et al. 2024, arXiv:2409.12191, 2.1).
-    """
-    found = np.empty((3, num_tokens), np.int64)
-    token, position = 0, 0
-    for span in spans:
-        text = np.arange(span.first_token - token)
-        found[:, token : span.first_token] = position + text
-        position += len(text)
-        rows, columns = span.rows // merge_size, span.columns // merge_size
-        grid = np.indices((1, rows, columns)).reshape(3, -1)
-        found[:, span.first_token : span.end] = position + grid
-        token, position = span.end, position + max(rows, columns)
-    found[:, token:] = position + np.arange(num_tokens - token)
-    return found
 
 
 class FileImages:
@@ -184,7 +162,7 @@ class FileImages:
                 bytes.fromhex(digest_of(f"{span.digest} {span.rows} {span.columns}".encode()))
             )
             items.append(item)
-        places = torch.from_numpy(positions(len(ids), spans, self._law.merge_size))
+        places = torch.from_numpy(positions_of(len(ids), spans, self._law.merge_size))
         return module.MultimodalProcessorOutput(
             mm_items=items,
             input_ids=ids,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from slipstream.algos.logprobs.sampling import Kept
 from slipstream.learner.model.shared_prompts import SharedPrompts
-from slipstream.learner.model.vision.images import ImagePlace, PackedImages, positions_of
+from slipstream.learner.model.vision.images import PackedImages
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import DType, PackedArray
 from slipstream.wire.messages.images import ImageSpan
@@ -27,6 +28,7 @@ from slipstream.wire.messages.trajectory import (
     TrajectoryHeader,
     TrajectoryPayload,
 )
+from slipstream.wire.models.image_law import positions_of
 
 _LOGPROB_ROUNDING = 1e-3  # nats: rounding error of the logprob of a certain token
 _LEAST_LOGPROB = -1e4  # nats: squares stay finite in float32, and no token is drawn at e^-100
@@ -427,12 +429,12 @@ def _packed_images(
             )
         sources.append(source)
         for start, end in pairwise((0, *trajectory.branches, len(source))):
-            places = [
-                ImagePlace(span.first_token - start, span.rows // merge, span.columns // merge)
+            spans = [
+                msgspec.structs.replace(span, first_token=span.first_token - start)
                 for span, *_ in trajectory.images
                 if start <= span.first_token < end
             ]
-            positions.append(positions_of(end - start, places))
+            positions.append(positions_of(end - start, spans, merge))
     return PackedImages(
         position_ids=torch.from_numpy(np.concatenate(positions, axis=1)).to(device),
         source=torch.from_numpy(np.concatenate(sources)),

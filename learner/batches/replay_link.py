@@ -277,12 +277,21 @@ class ReplayLink:
     def fetch_images(self, digests: Sequence[str]) -> dict[str, bytes]:
         """Return the images next to the file, or in the folder of the run that it is in."""
         found: dict[str, bytes] = {}
-        folders = [ImageFolder(place / IMAGES) for place in self._path.resolve().parents[:2]]
-        for digest, folder in product(digests, folders):
+        places = [folder / IMAGES for folder in self._path.resolve().parents[:2]]
+        for digest, place in product(digests, places):
+            if digest in found:
+                continue
             try:
-                found.setdefault(digest, folder.read(digest))
+                found[digest] = ImageFolder(place).read(digest)
             except ImageError as error:
                 _log.debug("%s", error)
+        if missing := len(digests) - len(found):
+            _log.warning(
+                "%d of %d images are not in %s: copy images/ of the run there",
+                missing,
+                len(digests),
+                " or ".join(str(folder) for folder in places),
+            )
         return found
 
     def begin_prefetch(self, step: int) -> None:

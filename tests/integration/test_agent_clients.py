@@ -1,8 +1,10 @@
 """Agents of other packages before the endpoint, unchanged. This project does not need them."""
 
 import asyncio
+import base64
 import json
 import os
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 
 from slipstream.generators.capture.messages import CountRequest, MessagesRequest
+from slipstream.wire.messages.images import digest_of
 from tests.support.guide import fences
 from tests.support.tiny_run import ROOT
 from tests.support.waiting import HANG_S
 from tests.unit.generators.capture.test_capture import Served, served
+from tests.unit.generators.capture.test_images_of_agents import BLUE, RED, digests, seeing
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -166,6 +170,35 @@ async def test_anthropic_s_client_calls_a_tool_and_thinks(streams: bool):
             await client.with_options(api_key="no").messages.create(
                 model="policy", max_tokens=1, messages=messages
             )
+        await client.close()
+
+
+async def test_anthropic_s_client_shows_images():
+    """The client of OpenAI is that of tests/unit/generators/capture/test_images_of_agents.py."""
+    anthropic: Any = pytest.importorskip("anthropic")
+
+    def image(content: bytes) -> dict[str, Any]:
+        data = base64.b64encode(content).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        return {"type": "image", "source": source}
+
+    async with asyncio.timeout(HANG_S), seeing("red", "blue") as (it, stored):
+        client = anthropic.AsyncAnthropic(
+            base_url=it.server.url.removesuffix("/v1"), api_key=it.key, max_retries=0
+        )
+        create = partial(client.messages.create, model="policy", max_tokens=99)
+        messages: list[Any] = [{"role": "user", "content": [image(RED)]}]
+        first = await create(messages=messages)
+        call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": [image(BLUE)]}
+        messages += [{"role": "assistant", "content": [*first.content, call]}]
+        messages += [{"role": "user", "content": [result]}]
+        await create(messages=messages)
+        assert stored == [RED, BLUE]
+        assert {*digests(it)} == {digest_of(RED), digest_of(BLUE)}
+        elsewhere = {"type": "image", "source": {"type": "url", "url": "https://x.org/a.png"}}
+        with pytest.raises(anthropic.BadRequestError, match="an image elsewhere"):
+            await create(messages=[{"role": "user", "content": [elsewhere]}])
         await client.close()
 
 

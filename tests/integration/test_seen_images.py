@@ -216,4 +216,5 @@ def test_an_image_that_is_gone_rejects_the_batch_that_shows_it(seen: Seen, tmp_p
     again.folder = other
     _, printed = again.train("gone", code=2)
     assert f"image {image.name[:8]} cannot be had" in printed
+    assert "1 of 4 images are not in" in printed
     assert "cannot be trained (invalid)" in printed

@@ -56,7 +56,7 @@ class ImageFolder:
     @cached_property
     def _kept(self) -> "_Kept":
         files = (file for file in self._path.glob("??/*") if not is_unfinished(file.name))
-        sizes = {file.name: file.stat().st_size for file in files}
+        sizes = {file.name: file.lstat().st_size for file in files}
         return _Kept(sizes, sum(sizes.values()))
 
     def read(self, digest: str) -> bytes:

@@ -12,14 +12,15 @@ Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_le
 """SHA-256 of a file's bytes, in hexadecimal."""
 MOST_IMAGE_BYTES = 16 << 20
 MOST_EDGE = 1 << 20  # pixels
+_Edge: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MOST_EDGE)]
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image of a prompt or an observation."""
 
     digest: Digest
-    width: Annotated[int, msgspec.Meta(ge=1, le=MOST_EDGE)]  # pixels, as a person sees it
-    height: Annotated[int, msgspec.Meta(ge=1, le=MOST_EDGE)]
+    width: _Edge  # pixels, as a person sees it
+    height: _Edge
     num_bytes: Count
 
     @property

@@ -1,15 +1,20 @@
 """How a model sees an image: patches, tokens and colors, read from its Hugging Face folder."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.images import ImageSpan
 from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.unreadable import UNREADABLE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SEEING = frozenset(family.wrapped_by for family in FAMILIES.values() if family.tower is not None)
 """Values of ``model_type`` whose policies see images; of others the language model is alone."""
@@ -69,6 +74,32 @@ class ImageLaw(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self, rows: int, columns: int) -> int:
         """Return the tokens of an image of so many patches."""
         return rows * columns // self.merge_size**2
+
+
+def positions_of(
+    num_tokens: int, images: Sequence[ImageSpan], merge_size: int
+) -> "NDArray[np.int64]":
+    """Return the rotary positions of a sequence's tokens by frame, row and column, [3, num_tokens].
+
+    A token of text is one after the greatest position before it. Tokens of an image have one
+    frame, and the row and column of their square of patches (Wang et al. 2024, arXiv:2409.12191,
+    2.1).
+    """
+    import numpy as np  # only where positions are computed
+
+    found = np.empty((3, num_tokens), np.int64)
+    token = position = 0
+    for span in images:
+        text = np.arange(span.first_token - token)
+        found[:, token : span.first_token] = position + text
+        position += len(text)
+        rows, columns = span.rows // merge_size, span.columns // merge_size
+        found[:, span.first_token : span.end] = position + np.indices((1, rows, columns)).reshape(
+            3, -1
+        )
+        token, position = span.end, position + max(rows, columns)
+    found[:, token:] = position + np.arange(num_tokens - token)
+    return found
 
 
 def image_law(folder: Path) -> ImageLaw | None:

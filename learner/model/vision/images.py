@@ -3,50 +3,14 @@
 Shapes: T tokens of sequences laid end to end; N patches of all images, M tokens of theirs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Grid = tuple[int, int]  # rows and columns of the patches of an image
-
-
-class ImagePlace(NamedTuple):
-    """An image's tokens in a sequence."""
-
-    first: int  # its first token
-    rows: int  # tokens from top to bottom
-    columns: int
-
-    @property
-    def end(self) -> int:
-        """Index after its last token."""
-        return self.first + self.rows * self.columns
-
-
-def positions_of(length: int, images: Sequence[ImagePlace]) -> NDArray[np.int64]:
-    """Return the positions of a sequence's tokens by frame, row and column, [3, length].
-
-    A text's tokens have one position, the next. An image's have the next for their frame, and add
-    their row and column; it takes as many as its longer edge (Wang et al. 2024, arXiv:2409.12191,
-    2.1).
-    """
-    parts: list[NDArray[np.int64]] = []
-    at = place = 0
-    for image in images:
-        text = image.first - place
-        parts.append(np.tile(np.arange(at, at + text), (3, 1)))
-        at += text
-        rows, columns = np.indices((image.rows, image.columns)).reshape(2, -1)
-        parts.append(at + np.stack([np.zeros_like(rows), rows, columns]))
-        at += max(image.rows, image.columns)
-        place = image.end
-    parts.append(np.tile(np.arange(at, at + length - place), (3, 1)))
-    return np.concatenate(parts, axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ from slipstream.broker.config import DataSection
 from slipstream.broker.data.sources import load_training_prompts
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.image_folder import ImageFolder
-from slipstream.wire.messages.images import MOST_IMAGE_BYTES, digest_of
+from slipstream.wire.messages.images import MOST_EDGE, MOST_IMAGE_BYTES, digest_of
 from slipstream.wire.messages.trajectory import ContentPart, Prompt
 from slipstream.wire.models.pixels import checked_image
 from slipstream.wire.settings.load import section
 from tests.support.drawn_images import drawn
 
 RED, BLUE = drawn(seed=1), drawn(20, 50, seed=2, kind="JPEG")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 ASKED = "What is it?"
 
 
@@ -145,6 +146,13 @@ def test_images_are_read_from_every_form_and_kept_once(
     assert kept == {image.digest for image in prompt.images}
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_base64_is_known_by_the_beginning_of_each_format(kind: str, tmp_path: Path):
+    content = drawn(seed=3, kind=kind)
+    row = {"prompt": [{"role": "user", "content": ASKED}], "images": [base64_of(content)]}
+    assert seen(loaded(tmp_path, row)) == [[digest_of(content), ASKED]]
+
+
 def test_parquet_holds_bytes_and_fills_in_what_other_parts_have(tmp_path: Path):
     import pyarrow as arrow
     from pyarrow import parquet
@@ -165,7 +173,7 @@ def test_parquet_holds_bytes_and_fills_in_what_other_parts_have(tmp_path: Path):
 def test_a_text_is_asked_about_images_as_a_turn(tmp_path: Path):
     row = {"prompt": f"<image>{ASKED}", "images": ["red.png"]}
     assert seen(loaded(tmp_path, row, as_chat=True)) == [[R, ASKED]]
-    with pytest.raises(ConfigError, match=r"images need a conversation: set data\.as_chat"):
+    with pytest.raises(ConfigError, match=r"set data\.as_chat = true, .* data\.image_column"):
         loaded(tmp_path, row)
     assert loaded(tmp_path, row, image_column="").prompt == f"<image>{ASKED}"
     other = {"prompt": ASKED, "photos": ["red.png"], "images": ["no.png"]}
@@ -186,10 +194,11 @@ def test_a_text_is_asked_about_images_as_a_turn(tmp_path: Path):
         ([{"path": None, "bytes": None}], ASKED, "an image has none of bytes"),
         ([7], ASKED, "an image is int, expected bytes, a path or base64"),
         (["red.png"] * 17, ASKED, r"17 images, a prompt may have 16 \(data\.max_images\)"),
+        (["/dev/zero"], ASKED, "image /dev/zero is not a file"),
         (["large.png"], ASKED, f"{MOST_IMAGE_BYTES + 1:,} bytes, at most {MOST_IMAGE_BYTES:,}"),
         (["wide.png"], ASKED, "9000 x 9000 pixels, at most 67,108,864"),
         (["pipe"], ASKED, "image pipe is not a file"),
-        (["/dev/zero"], ASKED, "image /dev/zero is not a file"),
+        ([base64_of(drawn(MOST_EDGE + 1, 1))], ASKED, "1048577 x 1 pixels, an edge may have"),
         ([], [{"type": "video", "video": "x.mp4"}], "a part of type 'video', not text or image"),
     ],
 )

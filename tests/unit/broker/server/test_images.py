@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from slipstream.broker.images import ImageFetcher
-from slipstream.wire.errors import ForbiddenError, ImageError, ProtocolError, RefusedError
+from slipstream.broker.images import ImageFetcher, LocalImages
+from slipstream.wire.errors import (
+    ForbiddenError,
+    HostRoomError,
+    ImageError,
+    ProtocolError,
+    RefusedError,
+)
 from slipstream.wire.files.image_folder import ImageFolder
 from slipstream.wire.messages.broker import Done, FetchImage, ImageBytes, StoreImage
 from slipstream.wire.messages.images import digest_of
-from slipstream.wire.models.pixels import BadImageError
 from tests.support.drawn_images import drawn
 from tests.support.running_broker import running
 
@@ -24,21 +29,19 @@ async def test_images_are_fetched_once_and_stored_before_the_answer(tmp_path: Pa
         fetcher = ImageFetcher(await it.client("generator", "generator-0"))
         assert await fetcher.fetch(kept) == RED
         stored = await fetcher.store(BLUE)
-        assert images.file_of(stored.digest).read_bytes() == BLUE
+        assert images.file_of(stored).read_bytes() == BLUE
         images.file_of(kept).unlink()
         assert await fetcher.fetch(kept) == RED, "it was fetched twice"
         learner = ImageFetcher(await it.client("learner", "learner"))
-        assert await learner.fetch(stored.digest) == BLUE
+        assert await learner.fetch(stored) == BLUE
         with pytest.raises(ImageError, match=f"no image {kept[:8]}"):
             await learner.fetch(kept)
-        images.file_of(stored.digest).write_bytes(RED)
+        images.file_of(stored).write_bytes(RED)
         scorer = ImageFetcher(await it.client("reward_worker", "worker"))
         with pytest.raises(ImageError, match="changed on disk"):
-            await scorer.fetch(stored.digest)
+            await scorer.fetch(stored)
         with pytest.raises(ImageError, match=r"broker\.image_budget_bytes"):
             await fetcher.store(drawn(seed=3))
-        with pytest.raises(BadImageError, match="not an image"):
-            await fetcher.store(b"text")
 
 
 async def test_pixels_that_cannot_be_read_are_found_before_an_engine_is_asked(tmp_path: Path):
@@ -98,3 +101,17 @@ async def test_bytes_of_another_image_are_no_answer(tmp_path: Path):
         fetcher = ImageFetcher(await it.client("generator", "generator-0"))
         with pytest.raises(ProtocolError, match="other bytes"):
             await fetcher.fetch(digest)
+
+
+async def test_a_full_disk_of_this_host_is_no_fault_of_the_image(tmp_path: Path):
+    async def fetch(_digest: str) -> bytes:
+        return RED
+
+    (tmp_path / "taken").touch()  # a file in the place of the folder
+    images = LocalImages(fetch, tmp_path / "taken")
+    with pytest.raises(HostRoomError, match="cannot write"):
+        async with images.files([digest_of(RED)]):
+            pass
+    images = LocalImages(fetch, tmp_path)
+    async with images.files([digest_of(RED)]) as (file,):
+        assert file.read_bytes() == RED

@@ -1,5 +1,6 @@
 import io
 import json
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -232,3 +233,7 @@ def test_images_are_shown_as_files_and_small_copies(run: Path, monkeypatch: pyte
     lines = shown(run, last=1).splitlines()
     assert [line.count("▀") for line in lines if "▀" in line] == [48] * 12
     assert "\x1b[38;2;" in "".join(lines)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    text = shown(run, last=1)
+    assert f"image {kept[:8]}: images need pillow" in text
+    assert "▀" not in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.generators.sglang.images import FileImages, ImageEntry, load_whole_towers, positions
+from slipstream.generators.sglang.images import FileImages, ImageEntry, load_whole_towers
 from slipstream.wire.messages.images import ImageSpan, digest_of
 from slipstream.wire.models.image_law import ImageLaw
 from tests.support.drawn_images import drawn
@@ -26,15 +26,6 @@ def entry(folder: Path, content: bytes, first_token: int = 0) -> ImageEntry:
 
 def fill(asked: ImageEntry, content: bytes) -> None:
     Path(asked.file).write_bytes(content)
-
-
-def test_tokens_of_an_image_have_one_time_and_text_continues_after_its_longer_edge():
-    spans = [ImageSpan("a" * 64, 2, 6, 4, 6), ImageSpan("b" * 64, 9, 2, 4, 2)]
-    times, rows, columns = positions(12, spans, merge_size=2).tolist()
-    assert times == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8]
-    assert rows == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8]
-    assert columns == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8]
-    assert positions(3, [], merge_size=2).tolist() == [[0, 1, 2]] * 3
 
 
 async def test_an_image_is_read_beside_the_loop_and_once_for_all_that_ask_meanwhile(tmp_path: Path):

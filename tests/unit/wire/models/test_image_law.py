@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.images import MOST_EDGE
-from slipstream.wire.models.image_law import ImageLaw, image_law
+from slipstream.wire.messages.images import MOST_EDGE, ImageSpan
+from slipstream.wire.models.image_law import ImageLaw, image_law, positions_of
 from slipstream.wire.models.pixels import (
     BadImageError,
     checked_image,
@@ -154,3 +154,12 @@ def test_damage_beyond_the_head_is_found_with_the_pixels():
     assert image_facts(content).width == 40
     with pytest.raises(BadImageError, match="truncated"):
         checked_image(content)
+
+
+def test_tokens_of_an_image_have_one_frame_and_text_continues_after_its_longer_edge():
+    spans = [ImageSpan("a" * 64, 2, 6, 4, 6), ImageSpan("b" * 64, 9, 2, 4, 2)]
+    frames, rows, columns = positions_of(12, spans, merge_size=2).tolist()
+    assert frames == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8]
+    assert rows == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8]
+    assert columns == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8]
+    assert positions_of(3, [], merge_size=2).tolist() == [[0, 1, 2]] * 3

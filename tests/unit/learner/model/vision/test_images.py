@@ -1,22 +1,9 @@
-"""Positions of tokens of images, and which images a rank computes."""
+"""Which images a rank computes."""
 
 import numpy as np
 import torch
 
-from slipstream.learner.model.vision.images import ImagePlace, PackedImages, positions_of
-
-
-def test_positions_of_a_text_are_those_of_its_tokens():
-    assert positions_of(4, []).tolist() == [[0, 1, 2, 3]] * 3
-
-
-def test_an_image_takes_as_many_positions_as_its_longer_edge():
-    """Two tokens, an image of two rows and three columns, a token, one of one, a last token."""
-    images = [ImagePlace(2, 2, 3), ImagePlace(9, 1, 1)]
-    frames, rows, columns = positions_of(11, images).tolist()
-    assert frames == [0, 1, *[2] * 6, 5, 6, 7]
-    assert rows == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7]
-    assert columns == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
+from slipstream.learner.model.vision.images import PackedImages
 
 
 def test_a_rank_computes_the_images_of_its_tokens_as_a_whole():
