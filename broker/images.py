@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,7 +165,8 @@ class LocalImages:
         for digest, file in list(self._files.items()):
             is_failed = not file.num_bytes
             if not file.num_users and (is_failed or self._num_bytes > self._most_bytes):
-                file.path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.path.unlink()
                 self._num_bytes -= file.num_bytes
                 del self._files[digest]
 
