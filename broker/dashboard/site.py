@@ -82,6 +82,7 @@ class PageServer:
         )
         self.get("/", self._page)
         self.get("/static/{name}", self._static)
+        self.get("/favicon.ico", self._no_icon)
         self.address = ""
 
     def get(self, path: str, handler: Handler, *, allow_head: bool = True) -> None:
@@ -163,6 +164,10 @@ class PageServer:
         response = answer(self.files[self._page_name], "text/html")
         response.set_cookie(self._cookie, self._door.cookie, httponly=True, samesite="Strict")
         return response
+
+    async def _no_icon(self, _request: web.Request) -> web.StreamResponse:
+        """Answer a browser that asks for an icon, as it does of pages that may have images."""
+        return web.Response(status=204)
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

@@ -294,7 +294,7 @@ def test_token_ids_are_those_of_transformers(
     _, kwargs, _ = CASES[name]
     codec = TextCodec(cases / name, SamplingSection(chat_template_kwargs=kwargs))
     ours = [
-        codec.encode(Prompt(prompt=tuple(ChatMessage(**turn) for turn in turns)))
+        codec.tokens(Prompt(prompt=tuple(ChatMessage(**turn) for turn in turns)))
         for turns in CONVERSATIONS
     ]
     assert ours == of_transformers[name]

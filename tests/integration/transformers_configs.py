@@ -25,7 +25,7 @@ def main(folder: str) -> None:
             "vocabulary": config.vocab_size,
             "positions": config.max_position_embeddings,
             "eps": config.rms_norm_eps,
-            "tied": config.tie_word_embeddings,
+            "tied": getattr(config, "tie_word_embeddings", whole_config.tie_word_embeddings),
             "theta": rope["rope_theta"],
             "rope": rope["rope_type"],
             "factor": rope.get("factor", 1.0),

@@ -33,7 +33,7 @@ class PackedImages:
         """
         if not self.pixels:
             return None
-        (places,) = torch.nonzero(source >= 0, as_tuple=True)
+        (places,) = torch.where(source >= 0)
         if not len(places):
             return None
         rows = source[places].numpy()
