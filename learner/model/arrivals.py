@@ -43,11 +43,12 @@ def waiting(
             and the ranks. Another error of the block has a note of these.
     """
     came = PrefixStore(what, store)
+    others = [other for other in ranks if other != rank]
 
     def missing() -> str:
-        if came.check([str(other) for other in ranks]):
+        if came.check([str(other) for other in others]):
             return "all ranks have come"
-        late = (str(other) for other in ranks if not came.check([str(other)]))
+        late = (str(other) for other in others if not came.check([str(other)]))
         *shown, more = [*islice(late, _SHOWN + 1), ""][: _SHOWN + 1]
         return f"no rank {', '.join(shown)}{', ...' if more else ''} yet"
 
