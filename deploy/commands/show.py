@@ -192,13 +192,9 @@ def _in_blocks(rows: list[list[list[int]]]) -> Text:
     text = Text()
     for upper, lower in zip_longest(rows[::2], rows[1::2], fillvalue=blank):
         for above, below in zip(upper, lower, strict=True):
-            text.append("▀", Style(color=_color(above), bgcolor=_color(below)))
+            text.append("▀", Style(color=Color.from_rgb(*above), bgcolor=Color.from_rgb(*below)))
         text.append("\n")
     return text
-
-
-def _color(rgb: list[int]) -> Color:
-    return Color.from_rgb(*rgb)
 
 
 # ---- several turns -----------------------------------------------------------

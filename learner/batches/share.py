@@ -1,8 +1,9 @@
 """A replica's part of a step: payloads, sent from one rank to all ranks of the replica."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from slipstream.learner.batches.images import ImageReader, seen_images
 from slipstream.learner.batches.links import RankLink
@@ -26,23 +27,12 @@ def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -
         SlipstreamError: on every rank, if any rank could not fetch its payloads.
     """
     keys = order.keys(topology.data_parallel_rank)
-    frames: list[Frame] | None = None
-    failure: SlipstreamError | None = None
-    if link is not None:
-        try:
-            frames = link.fetch(order.step, keys)
-        except SlipstreamError as error:
-            _log.exception("step %d is abandoned: its payloads cannot be fetched", order.step)
-            failure = error
-    if any_rank(failure is not None):
-        raise failure or PeerLostError(
-            f"step {order.step} is abandoned: another learner rank could not fetch its payloads, "
-            "its log has the reason"
-        )
-    if topology.sizes.per_replica == 1:
-        return frames if frames is not None else []
-    return broadcast_frames(
-        frames, len(keys), group=topology.replica_group, source=topology.replica_leader
+    return _for_replica(
+        topology,
+        len(keys),
+        None if link is None else partial(link.fetch, order.step, keys),
+        step=f"step {order.step}",
+        what="payloads",
     )
 
 
@@ -57,25 +47,49 @@ def fetch_images(
         SlipstreamError: on every rank, if any rank could not ask for its images.
     """
     digests = sorted({digest for frame in frames for digest in _shown(frame)})
-    contents: list[Frame] | None = None
+    fetch = None if link is None else partial(_files_of, link, digests)
+    contents = _for_replica(topology, len(digests), fetch, step="the step", what="images")
+    return dict(zip(digests, map(bytes, contents), strict=True))
+
+
+def _files_of(link: RankLink, digests: Sequence[str]) -> list[Frame]:
+    found = link.fetch_images(digests)
+    return [found.get(digest, b"") for digest in digests]
+
+
+def _for_replica(
+    topology: Topology, count: int, fetch: Callable[[], list[Frame]] | None, *, step: str, what: str
+) -> list[Frame]:
+    """Return what one rank fetches for its replica; all ranks call this.
+
+    Args:
+        topology: Ranks and replicas.
+        count: Number of frames.
+        fetch: Fetches them; None on other ranks.
+        step: Name of the step, for messages.
+        what: Kind of the frames, for messages.
+
+    Raises:
+        SlipstreamError: on every rank, if any rank could not fetch its frames.
+    """
+    frames: list[Frame] | None = None
     failure: SlipstreamError | None = None
-    if link is not None:
+    if fetch is not None:
         try:
-            found = link.fetch_images(digests)
-            contents = [found.get(digest, b"") for digest in digests]
+            frames = fetch()
         except SlipstreamError as error:
-            _log.exception("the step is abandoned: its images cannot be fetched")
+            _log.exception("%s is abandoned: its %s cannot be fetched", step, what)
             failure = error
     if any_rank(failure is not None):
         raise failure or PeerLostError(
-            "the step is abandoned: another learner rank could not fetch its images, its log has "
+            f"{step} is abandoned: another learner rank could not fetch its {what}, its log has "
             "the reason"
         )
-    if topology.sizes.per_replica > 1:
-        contents = broadcast_frames(
-            contents, len(digests), group=topology.replica_group, source=topology.replica_leader
-        )
-    return dict(zip(digests, map(bytes, contents or ()), strict=True))
+    if topology.sizes.per_replica == 1:
+        return frames if frames is not None else []
+    return broadcast_frames(
+        frames, count, group=topology.replica_group, source=topology.replica_leader
+    )
 
 
 def _shown(frame: Frame) -> list[str]:

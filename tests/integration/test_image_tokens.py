@@ -68,6 +68,8 @@ def test_tokens_are_those_of_the_models_own_processor(tmp_path: Path):
         for prompt, ids in zip(prompts, expected[str(folder)], strict=True):
             found = codec.encode(prompt)
             assert found.token_ids == ids
-            assert [span.digest for span in found.images] == [one.digest for one in prompt.images]
+            assert [span.digest for span in found.images] == [
+                image.digest for image in prompt.images
+            ]
             covered = [at for span in found.images for at in range(span.first_token, span.end)]
             assert covered == [at for at, token in enumerate(ids) if token == IMAGE_TOKEN]

@@ -37,8 +37,8 @@ OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
-Model: TypeAlias = Callable[..., Path]  # of a name and a seed
-TRIES = 20  # to change weights while an answer is in the making
+Model: TypeAlias = Callable[..., Path]  # arguments: a name and a seed
+TRIES = 20  # attempts to change weights while an answer is in the making
 END = VOCABULARY["<|im_end|>"]
 WIDE, OTHER, TALL = drawn(200, 150), drawn(200, 150, seed=1), drawn(60, 300)
 

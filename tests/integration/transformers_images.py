@@ -50,7 +50,7 @@ def logprobs(folder: str, ids: list[int], images: list[Any], barred: int | None)
             for grid, (_, file) in zip(grids, images, strict=True)
         ]
         pictures = {
-            "pixel_values": torch.cat([torch.from_numpy(one) for one in pixels]),
+            "pixel_values": torch.cat([torch.from_numpy(patches) for patches in pixels]),
             "image_grid_thw": torch.tensor([[1, *grid] for grid in grids]),
             "mm_token_type_ids": of_image,
         }

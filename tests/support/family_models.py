@@ -48,7 +48,7 @@ _SHARED = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
-IMAGE_TOKEN = 130  # of those that see images: no token of their texts
+IMAGE_TOKEN = 130  # placeholder of families that see: no token of their texts
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,

@@ -84,9 +84,7 @@ def thumbnail(content: bytes, most: int) -> "NDArray[np.uint8]":
     """
     import numpy as np
 
-    small = _opened(content)
-    small.thumbnail((most, most))
-    return np.asarray(small)
+    return np.asarray(_small(content, most))
 
 
 def thumbnail_file(content: bytes, most: int) -> bytes:
@@ -95,10 +93,15 @@ def thumbnail_file(content: bytes, most: int) -> bytes:
     Raises:
         BadImageError: it cannot be read.
     """
-    small, file = _opened(content), io.BytesIO()
-    small.thumbnail((most, most))
-    small.save(file, "PNG")
+    file = io.BytesIO()
+    _small(content, most).save(file, "PNG")
     return file.getvalue()
+
+
+def _small(content: bytes, most: int) -> "OpenImage":
+    small = _opened(content)
+    small.thumbnail((most, most))
+    return small
 
 
 @contextmanager

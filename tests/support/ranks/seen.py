@@ -106,7 +106,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str) -> N
             theirs = AutoModelForImageTextToText.from_pretrained(
                 folder, dtype=getattr(torch, dtype)
             )
-            alone = [by_transformers(theirs, one, hf.image_token) for one in trajectories]
+            alone = [by_transformers(theirs, each, hf.image_token) for each in trajectories]
             expected = torch.cat([logits for logits, _ in alone])
             positions = torch.cat([positions for _, positions in alone], dim=1)
             assert batch.images.position_ids.equal(positions)

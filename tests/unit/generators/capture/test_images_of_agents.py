@@ -74,7 +74,7 @@ async def test_images_of_a_conversation_keep_their_tokens_and_are_stored_once():
         await ask(it, history)
         assert stored == [RED, BLUE]
         assert it.calls.conversation.branches == ()
-        assert digests(it) == [digest_of(one) for one in (RED, BLUE, RED)]
+        assert digests(it) == [digest_of(content) for content in (RED, BLUE, RED)]
         assert it.tokens.count("[1]") == 12
         assert it.tokens.count("[2]") == 6
         assert all(len(str(message)) < 500 for message in it.calls.newest_history)  # no bytes
@@ -185,7 +185,7 @@ async def test_what_a_policy_cannot_see_or_a_run_cannot_keep_is_refused():
     async with seeing("x") as (it, _):
         with pytest.raises(openai.BadRequestError, match="0 images, and 1 place for images"):
             await ask(it, [user(f"see {PLACE}")])
-        named = {"type": "image", "image": ["a" * 64, 84, 56, 9]}  # of another trajectory
+        named = {"type": "image", "image": ["a" * 64, 84, 56, 9]}  # another trajectory's
         with pytest.raises(openai.BadRequestError, match="no data URL, and no bytes"):
             await ask(it, [{"role": "user", "content": [named]}])
 
@@ -229,7 +229,7 @@ def test_a_trajectory_has_a_limit_of_images():
     known = [Image(f"{number:064}", 9, 9, 9) for number in range(3)]
     images = TrajectoryImages(ImageMarks(LAW), known, store)
     parts = [drawn(8, 8, seed=seed) for seed in range(MOST_IMAGES)]
-    message = {"role": "user", "content": [{"type": "image", "image": one} for one in parts]}
+    message = {"role": "user", "content": [{"type": "image", "image": part} for part in parts]}
     assert len(images.taken(message)["content"]) == MOST_IMAGES
     assert images.taken(message)["content"] == images.taken(message)["content"]
     one_more = {"content": [{"type": "image", "image": RED}]}

@@ -32,7 +32,7 @@ async def test_an_image_is_read_beside_the_loop_and_once_for_all_that_ask_meanwh
     images = FileImages(EMPTY, LAW, None)
     content = drawn(84, 56)
     pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)  # whose reader waits
+    os.mkfifo(pipe)  # its reader waits
     spans = [ImageSpan(digest_of(content), first, 6, 4, 6) for first in (3, 9)]
     asked = [asyncio.create_task(images.patches_of(ImageEntry(span, str(pipe)))) for span in spans]
     await asyncio.sleep(0)  # the loop has time for others
