@@ -125,6 +125,8 @@ class Trading:
         swapped = self._flops[given][:, None] - self._flops[taken]
         longer = self._tokens[given][:, None] - self._tokens[taken]
         swapped[longer > self._room[self._bin_of[taken]]] = np.inf
+        # Siblings that share a prompt may have more tokens and fewer FLOPs.
+        swapped[-longer > self._room[self._bin_of[given]][:, None]] = np.inf
         moved = np.where(self._tokens[given] <= self._room[roomiest], self._flops[given], np.inf)
         bins_swapped = self._bin_flops[own_bins][:, None] - self._bin_flops[their_bins]
         bins_moved = self._bin_flops[own_bins]

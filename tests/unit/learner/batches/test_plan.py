@@ -3,7 +3,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.learner.batches.plan import MinibatchPlan, PromptCost, plan_step
@@ -264,6 +264,23 @@ def test_of_a_group_that_no_microbatch_takes_parts_stay_together():
 
 
 @given(requests(), st.integers(1, 9), st.floats(0.0, 1.0))
+@example(  # a swap for siblings with more tokens and fewer FLOPs
+    {
+        "num_tokens": [
+            *(1, 1, 1, 11, 46, 71, 1, 12, 1, 41, 1, 28),
+            *(1, 6, 27, 113, 2, 6, 9, 10, 5, 19, 25),
+        ],
+        "replicas": 2,
+        "minibatches": 1,
+        "max_tokens": 60,
+        "cost": SequenceCost(linear=1.0, quadratic=0.02, output=0.0),
+        "coupled": False,
+        "multiple_of": 1,
+        "stages": 1,
+    },
+    2,
+    1.0,
+)
 def test_with_prompts_each_trajectory_is_trained_once(request: Request, size: int, share: float):
     lengths, cost = request["num_tokens"], request["cost"]
     work = [cost.flops(length) for length in lengths]
