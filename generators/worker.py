@@ -19,7 +19,7 @@ from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes.lanes import Booking, Lanes
+from slipstream.generators.lanes.lanes import Booking, EngineLanes, Lanes
 from slipstream.generators.lanes.pace import EnginePace
 from slipstream.generators.rollout import (
     Sampler,
@@ -222,13 +222,13 @@ class GeneratorWorker:
         await self._report()
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
+        asked = max(0, self._lanes.free)
         leased, _ = await self._client.ask(
-            LeaseGroups(
-                adopted=self._adopted, max_sequences=max(0, self._lanes.free), wait_s=_POLL_S
-            ),
+            LeaseGroups(adopted=self._adopted, max_sequences=asked, wait_s=_POLL_S),
             GroupsLeased,
             extra_wait_s=_POLL_S,
         )
+        self._lanes.answered(asked, sum(len(work.siblings) for work in leased.groups))
         self._num_answers += not self._lanes.in_flight
         for work in leased.groups:
             booking = self._lanes.book(len(work.siblings))
@@ -438,6 +438,8 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
+        if lanes.shared is not None:
+            gauges["lane_share"] = self._lane_share(lanes.shared)
         counters = {**self._counters, **self._pace.counters, **self._more_counters()}
         rewritten = ""
         if self._turn_sampler is not None:
@@ -456,6 +458,11 @@ class GeneratorWorker:
             rewritten=rewritten,
         )
         await self._client.ask(report, Done)
+
+    def _lane_share(self, shared: EngineLanes) -> float:
+        """Return this tenant's lanes by its fair share; 1 if its broker has no work for more."""
+        fair = shared.fair_share(self._lanes)
+        return self._lanes.in_flight / fair if fair and not self._lanes.is_sated else 1.0
 
     async def report_quarantine(self, why: str) -> None:
         """Have the broker record why the engine is not trusted. Cancel ``run`` before."""
