@@ -38,7 +38,13 @@ from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.hosts.membership import HostPlace
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
-from slipstream.wire.errors import ChildDiedError, ConfigError, QuarantineError, SlipstreamError
+from slipstream.wire.errors import (
+    ChildDiedError,
+    ConfigError,
+    QuarantineError,
+    SlipstreamError,
+    known_errors,
+)
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import Welcome
 from slipstream.wire.messages.versions import PolicyVersion
@@ -180,10 +186,12 @@ async def _serve_tenants(
         with logging_for(tenant.name):
             try:
                 await _serve_tenant(tenant, name, process, stopping, shared, workers)
-            except (ChildDiedError, QuarantineError):
-                raise
-            except SlipstreamError as error:
-                _log.error("this tenant ends here: %s", error)
+            except (SlipstreamError, ExceptionGroup) as error:
+                known = known_errors(error)
+                of_engine = any(isinstance(one, ChildDiedError | QuarantineError) for one in known)
+                if of_engine or not known:
+                    raise
+                _log.error("this tenant ends here: %s", known[0])
             finally:
                 workers.pop(tenant.name, None)
 

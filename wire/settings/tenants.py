@@ -66,8 +66,8 @@ def tenants_of(table: Table, decode: Callable[[Table], S]) -> tuple[Tenant[S], .
     """Return the tenants of a pool in the order of their names, decoded; none if it is no pool.
 
     Raises:
-        ConfigError: a name is invalid, a file cannot be read, a tenant sets what all of them share, or
-            one has settings that ``decode`` refuses; the tenant is named.
+        ConfigError: a name is invalid, a file cannot be read, a tenant sets what all of them share,
+            or ``decode`` refuses its settings; the tenant is named.
     """
     names = sorted(table.get(_SECTION, {}))
     if len(names) > _MOST:
@@ -108,6 +108,10 @@ def tenant_table(table: Table, name: str) -> Table:
     run |= {"name": name, "dir": str(pool.folder / FOLDER)}
     if pool.socket_dir and "socket_dir" not in own.get("run", {}):
         run["socket_dir"] = str(Path(pool.socket_dir) / name)
+    broker: Table = merged.setdefault("broker", {})
+    if "keys" not in own.get("broker", {}):  # the key of one tenant opens no other's broker
+        keys = str(table.get("broker", {}).get("keys", "")) or pool.folder / "keys"
+        broker["keys"] = str(Path(keys) / name)
     return merged
 
 

@@ -52,6 +52,7 @@ def test_a_tenant_has_the_settings_of_its_pool_with_its_own_in_their_place(tmp_p
         "seed": 7,
     }
     assert math["learner"] == {"ranks": 2, "lr": 1e-3}
+    assert math["broker"] == {"keys": "runs/pool/keys/math"}
     assert "tenants" not in math
     found = tenants_of(table, named)
     assert [(tenant.name, tenant.weight, tenant.settings) for tenant in found] == [
