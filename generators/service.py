@@ -188,7 +188,9 @@ async def _serve_tenants(
                 await _serve_tenant(tenant, name, process, stopping, shared, workers)
             except (SlipstreamError, ExceptionGroup) as error:
                 known = known_errors(error)
-                of_engine = any(isinstance(one, ChildDiedError | QuarantineError) for one in known)
+                of_engine = any(
+                    isinstance(reason, ChildDiedError | QuarantineError) for reason in known
+                )
                 if of_engine or not known:
                     raise
                 _log.error("this tenant ends here: %s", known[0])

@@ -62,6 +62,7 @@ class Lanes:
         self._state: Concurrency | None = None
         self.num_finished = 0
         self._booked = 0
+        self.asked = 0  # lanes of a request for work under way
         self.is_sated = False  # the broker had less work than there were lanes
         self.shared: EngineLanes | None = None  # what divides an engine's lanes among tenants
         self._changed = asyncio.Event()
@@ -99,9 +100,20 @@ class Lanes:
             self.limit = limit
             self._changed.set()
 
+    def ask(self) -> int:
+        """Return the lanes to request work for, which are held until ``answered``."""
+        self.asked = max(0, self.free)
+        return self.asked
+
     def answered(self, asked: int, given: int) -> None:
-        """Note how many sequences the broker gave out for free lanes."""
+        """Note how many sequences the broker gave out for lanes asked for, once they are booked."""
         self.is_sated = asked - given >= self._within.step
+        self.asked = 0
+        self._divide()
+
+    def _divide(self) -> None:
+        if self.shared is not None:
+            self.shared.divide()
 
     async def until_free(self) -> None:
         """Wait for a lane."""
@@ -112,6 +124,7 @@ class Lanes:
         """Reserve lanes for leased work."""
         self._booked += num_sequences
         self._num_promised += num_sequences
+        self.asked = max(0, self.asked - num_sequences)
         return Booking(self, num_sequences)
 
     def observe(self, load: EngineLoad) -> None:
@@ -192,7 +205,11 @@ class EngineLanes(Protocol):
     """What divides an engine's lanes (shares.py)."""
 
     def observe(self, load: EngineLoad) -> None:
-        """Adjust all limits to the engine's load."""
+        """Adjust the limit to the engine's load."""
+        ...
+
+    def divide(self) -> None:
+        """Give out free lanes."""
         ...
 
     def share_of(self, lanes: Lanes) -> float:
@@ -229,6 +246,7 @@ class Booking:
             lanes.in_flight -= num_sequences
             lanes.num_finished += num_sequences
         lanes._changed.set()
+        lanes._divide()
 
     def close(self) -> None:
         """Release all remaining lanes, because the group has ended."""

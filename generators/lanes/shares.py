@@ -1,9 +1,9 @@
-"""The lanes of an engine that several tenants share: weighted max-min fairness, in whole groups.
+"""The lanes of an engine that several tenants share: a free group's lanes go where least is held.
 
-A tenant that wants more than it has gets its weighted share at least; what others leave is divided
-among those that want it. Nothing is taken back: a share that fell is reached as answers end. A
-tenant whose broker gave out no work keeps one group's lanes to ask for more with. Those count in
-no share: when it is given work again, the engine has a group too many until answers of others end.
+Lanes are given out by whole groups, whenever some become free, to the tenant that holds the fewest
+for its weight among those whose brokers have work: weighted max-min fairness in steps of a group.
+Nothing is taken back; what a tenant has no work for, others get. A tenant whose broker gave out no
+work keeps one group's lanes to ask for more with, which count only once it is given work.
 """
 
 from collections.abc import Sequence
@@ -15,54 +15,32 @@ from slipstream.generators.lanes.lanes import Lanes
 
 @dataclass(frozen=True, slots=True)
 class LaneDemand:
-    """What one tenant wants."""
+    """One tenant's lanes."""
 
     weight: float
     group: int  # lanes of one group
-    wanted: int | None  # lanes it can use; None for as many as there are
+    held: int  # lanes of leased work, and of requests for work under way
+    wants: bool  # its broker has work for more, as far as is known
 
 
-def divided(limit: int, demands: Sequence[LaneDemand], owed: Sequence[float]) -> list[int]:
-    """Return the lanes of each tenant; of one that wants more, in whole groups, and at least one.
+def granted(limit: int, demands: Sequence[LaneDemand]) -> list[int]:
+    """Return how many more lanes each tenant gets, in whole groups.
 
-    ``owed`` are lanes that earlier divisions rounded away, which decide where a group goes that
-    is left.
+    One that holds none gets a group in any case, even beyond the limit. Groups count by their
+    middle: so shares round to the nearest group, for large and small weights alike.
     """
-    exact = fair_shares(limit, demands)
-    lanes = [
-        max(demand.group, int(share // demand.group) * demand.group)
-        if demand.wanted is None
-        else int(share)
-        for share, demand in zip(exact, demands, strict=True)
-    ]
-    hungry = [i for i, demand in enumerate(demands) if demand.wanted is None]
-    for i in sorted(hungry, key=lambda i: (lanes[i] - exact[i] - owed[i], -exact[i], i)):
-        if sum(lanes) + demands[i].group <= limit:
-            lanes[i] += demands[i].group
-    return lanes
-
-
-def fair_shares(limit: float, demands: Sequence[LaneDemand]) -> list[float]:
-    """Return weighted max-min fair shares of the lanes: no one's can rise but by a poorer one's."""
-    shares = [0.0] * len(demands)
-    hungry = [i for i, demand in enumerate(demands) if demand.wanted is None or demand.wanted > 0]
-    left = float(limit)
-    while hungry:
-        level = left / sum(demands[i].weight for i in hungry)
-        sated = [
-            i
-            for i in hungry
-            if (wanted := demands[i].wanted) is not None and wanted <= level * demands[i].weight
+    given = [demand.group if demand.wants and not demand.held else 0 for demand in demands]
+    free = limit - sum(demand.held for demand in demands) - sum(given)
+    while True:
+        needy = [
+            ((demand.held + given[i] + demand.group / 2) / demand.weight, i)
+            for i, demand in enumerate(demands)
+            if demand.wants
         ]
-        if not sated:
-            for i in hungry:
-                shares[i] = level * demands[i].weight
-            break
-        for i in sated:
-            shares[i] = float(demands[i].wanted or 0)
-            left -= shares[i]
-        hungry = [i for i in hungry if i not in sated]
-    return shares
+        if not needy or demands[(neediest := min(needy)[1])].group > free:
+            return given
+        given[neediest] += demands[neediest].group
+        free -= demands[neediest].group
 
 
 @dataclass(slots=True)
@@ -70,15 +48,15 @@ class _Share:
     lanes: Lanes
     weight: float
     group: int
-    owed: float = 0.0
 
     def demand(self) -> LaneDemand:
         lanes = self.lanes
-        return LaneDemand(self.weight, self.group, lanes.booked if lanes.is_sated else None)
+        held = lanes.booked + lanes.asked
+        return LaneDemand(self.weight, self.group, held, wants=not lanes.is_sated)
 
 
 class SharedLanes:
-    """Divides one engine's lanes among its tenants, whenever its load is observed."""
+    """Divides one engine's lanes among its tenants, at each change."""
 
     def __init__(self, engine: Lanes) -> None:
         """Take the lanes of the engine, whose limit follows its load."""
@@ -89,24 +67,16 @@ class SharedLanes:
         """Give a tenant a share; ``lanes`` are its own, whose limit is set here."""
         lanes.shared = self
         self._shares[name] = _Share(lanes, weight, group)
-        self._divide()
+        self.divide()
 
     def close(self, name: str) -> None:
         """Give a tenant's share to the others."""
         self._shares.pop(name, None)
-        self._divide()
+        self.divide()
 
     def share_of(self, lanes: Lanes) -> float:
         """Return a tenant's share of the engine's limit."""
-        return lanes.limit / max(1, self._engine.limit)
-
-    def observe(self, load: EngineLoad) -> None:
-        """Adjust the engine's limit to its load, and all shares to demands."""
-        engine, shares = self._engine, self._shares.values()
-        engine.in_flight = sum(share.lanes.in_flight for share in shares)
-        engine.num_finished = sum(share.lanes.num_finished for share in shares)
-        engine.observe(load)
-        self._divide(settles=True)
+        return min(1.0, lanes.limit / max(1, self._engine.limit))
 
     def fair_share(self, lanes: Lanes) -> float:
         """Return the lanes that a tenant would have if all wanted as many as there are."""
@@ -114,13 +84,20 @@ class SharedLanes:
         own = sum(share.weight for share in self._shares.values() if share.lanes is lanes)
         return self._engine.limit * own / total if total else 0.0
 
-    def _divide(self, *, settles: bool = False) -> None:
+    def observe(self, load: EngineLoad) -> None:
+        """Adjust the engine's limit to its load."""
+        engine, shares = self._engine, self._shares.values()
+        engine.in_flight = sum(share.lanes.in_flight for share in shares)
+        engine.num_finished = sum(share.lanes.num_finished for share in shares)
+        engine.observe(load)
+        self.divide()
+
+    def divide(self) -> None:
+        """Give out free lanes."""
         shares = list(self._shares.values())
         demands = [share.demand() for share in shares]
-        owed = [share.owed for share in shares]
-        limits = divided(self._engine.limit, demands, owed)
-        exact = fair_shares(self._engine.limit, demands)
-        for share, limit, fair in zip(shares, limits, exact, strict=True):
-            if settles:
-                share.owed = max(-share.group, min(share.group, share.owed + fair - limit))
-            share.lanes.set_limit(limit + share.group * share.lanes.is_sated)
+        for share, demand, more in zip(
+            shares, demands, granted(self._engine.limit, demands), strict=True
+        ):
+            asks = 0 if demand.wants else share.group
+            share.lanes.set_limit(demand.held + more + asks)

@@ -23,11 +23,10 @@ from slipstream.wire.errors import SlipstreamError, text_of
 from slipstream.wire.files.learner_end import write_learner_end
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import logging_for
-from slipstream.wire.process.phases import WAIT, PhaseClock
+from slipstream.wire.process.phases import TURN, WAIT, PhaseClock
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.02  # between looks at what the searches have found
-TURN = "turn"  # phase of a tenant whose batch is ready while others are trained
 
 
 @dataclass(slots=True)

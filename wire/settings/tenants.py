@@ -46,8 +46,8 @@ class TenantTable(Section, frozen=True, kw_only=True):
     and memory of the `[learner]`, and the defaults of everything else. See [lora.md](lora.md).
     """
 
-    settings: str
-    """File of the tenant's own settings, which win over the pool's."""
+    settings: str = ""
+    """File of the tenant's own settings, which win over the pool's; needed."""
     weight: Positive = 1.0
     """Its share of the learner's time and of the engines' lanes, relative to other tenants that
     want them at the same time."""
@@ -130,7 +130,10 @@ def _tenant(table: Table, name: str) -> TenantTable:
             f"tenants.{name}: a tenant's name has at most 32 of a-z, 0-9, _ and -, and begins with "
             "a letter or digit"
         )
-    return section({f"tenants.{name}": tables[name]}, f"tenants.{name}", TenantTable)
+    found = section({f"tenants.{name}": tables[name]}, f"tenants.{name}", TenantTable)
+    if not found.settings:
+        raise ConfigError(f"tenants.{name}.settings must name the file of the tenant's settings")
+    return found
 
 
 def _is_own(key: str, setting: str) -> bool:
