@@ -31,6 +31,7 @@ from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.load import section as load_section
+from slipstream.wire.settings.lora import publishing
 from slipstream.wire.settings.sections import CheckpointSection, run_section
 
 EXAMPLES = """examples:
@@ -101,6 +102,8 @@ def run(
         refuse_without_extras(config)
     if note := steps_before_epochs(table):
         console.print(note, style="yellow", soft_wrap=True)
+    if how := publishing(config.table):
+        console.print(how, soft_wrap=True)
     config = with_contents(config)
     if dry_run:
         return _try_dry(config, place, console)

@@ -99,7 +99,7 @@ def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngi
         return AdapterEngine(
             process.url,
             process.api_key,
-            facts=settings.lora.facts(),
+            facts=settings.lora.facts().of_engine,
             kept=settings.num_kept_adapters,
             folder=process.scratch / "adapters",
             **options,

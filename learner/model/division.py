@@ -119,7 +119,7 @@ def refuse_layout(
         ConfigError: the message names both numbers and the setting, or a target that the model has
             no layer for.
     """
-    check_targets(hf.family, targets)
+    check_targets(hf, targets)
     refuse_undivided(hf, learner.sizes, setting)
     if hf.num_routed_experts and learner.tensor_parallel > 1 and not learner.sequence_parallel:
         raise ConfigError(

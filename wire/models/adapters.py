@@ -11,13 +11,17 @@ from typing import Any
 import msgspec
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.families.tables import Family
+from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.unreadable import UNREADABLE
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _WEIGHT = ".weight"
 _MOST_ALPHA = 1e6
+_STACKED = 3  # dimensions of a tensor that has the matrices of all experts of a layer
+_STACKS = ("gate_up_proj", "down_proj")  # such tensors of a module, in the order of its parameters
+# Names of Mixtral's projections that SGLang gives the names of other families.
+ENGINE_TARGETS: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _PREFIX = "base_model.model."  # prefix of the model inside of PEFT's
 # What a folder may hold instead of plain adapters, with the value that means none.
 _PLAIN: Mapping[str, object] = {
@@ -35,7 +39,6 @@ _PLAIN: Mapping[str, object] = {
     "exclude_modules": None,
     "alora_invocation_tokens": None,
     "arrow_config": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
 }
 
@@ -52,6 +55,12 @@ class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
     def scale(self) -> float:
         """What B A is multiplied by."""
         return self.alpha / self.rank
+
+    @property
+    def of_engine(self) -> "AdapterFacts":
+        """The same by the names that SGLang gives the targets."""
+        named = (ENGINE_TARGETS.get(target, target) for target in self.targets)
+        return msgspec.structs.replace(self, targets=tuple(sorted(named)))
 
     def difference(self, here: "AdapterFacts") -> str:
         """Return the first setting that is not as here, with both values; empty if none."""
@@ -71,9 +80,10 @@ def module_of(tensor: str) -> str:
     return tensor.removesuffix(_WEIGHT)
 
 
-def layer_of(tensor: str) -> str:
-    """Return the last part of the name of a weight's module, such as q_proj."""
-    return module_of(tensor).rpartition(".")[2]
+def is_target(tensor: str, targets: Collection[str]) -> bool:
+    """True if a tensor is the weight of a target, by the end of its module's name, as in PEFT."""
+    module = "." + module_of(tensor)
+    return any(module.endswith(f".{target}") for target in targets)
 
 
 def peft_names(tensor: str) -> tuple[str, str]:
@@ -82,54 +92,86 @@ def peft_names(tensor: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def peft_names_of(tensor: str, facts: AdapterFacts) -> tuple[str, str]:
+    """Return PEFT's names of A and B of a weight, or of a tensor with those of all experts."""
+    is_stack = not tensor.endswith(_WEIGHT)
+    return peft_names(_stack_module(tensor, facts.targets) if is_stack else tensor)
+
+
 def adapter_shapes(
     weights: Mapping[str, tuple[int, ...]], facts: AdapterFacts
 ) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of all A [r, I] and B [O, r], from those of a model's weights."""
+    """Return the names and shapes of all A [r, I] and B [O, r], from those of a model's weights.
+
+    For a tensor with the matrices of E experts they are [E r, I] and [O, r E].
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in weights.items():
-        if name.endswith(_WEIGHT) and layer_of(name) in facts.targets and len(shape) == 2:
-            a, b = peft_names(name)
-            shapes[a], shapes[b] = (facts.rank, shape[1]), (shape[0], facts.rank)
+        if not is_target(name, facts.targets):
+            continue
+        *experts, columns, rows = shape if len(shape) == _STACKED else reversed(shape)
+        rank = facts.rank * (experts[0] if experts else 1)
+        a, b = peft_names_of(name, facts)
+        shapes[a], shapes[b] = (rank, columns), (rows, rank)
     return shapes
 
 
-def check_targets(family: Family, targets: Collection[str]) -> None:
-    """Refuse targets without a layer that can have an adapter.
+def _stack_module(tensor: str, targets: Collection[str]) -> str:
+    """Return the module under whose name PEFT keeps adapters of a tensor of all experts.
 
-    That is one which tensor parallelism splits, and which is one tensor in Hugging Face's model: no
-    expert, and nothing of latent attention.
+    Of two tensors of a module the adapters of the second are around those of the first.
+    """
+    module, _, name = tensor.rpartition(".")
+    is_within = name == _STACKS[0] and is_target(f"{module}.{_STACKS[1]}", targets)
+    return f"{module}.base_layer" if is_within else module
+
+
+def target_layers(hf: HfConfig) -> set[str]:
+    """Return the names of all weights that can have an adapter, by what follows a layer's number.
+
+    They are those of all linear layers but routers, gates of shared experts and the output layer;
+    ``*`` is the number of an expert.
+    """
+    tables = (table for table, _ in hf.family.layers_of(hf, range(hf.num_hidden_layers)))
+    return {
+        tensor.name
+        for table in tables
+        for name, parameter in table.items()
+        if name.endswith(_WEIGHT) and ".router." not in name
+        for tensor in parameter.tensors
+        if len(tensor.shape) == 2
+    }
+
+
+def check_targets(hf: HfConfig, targets: Collection[str]) -> None:
+    """Refuse targets without a layer that can have an adapter.
 
     Raises:
         ConfigError: naming them and those there are.
     """
-    if targets and family.is_latent:
-        raise ConfigError(
-            f"lora.rank cannot be set for {family.model_type}: latent attention has no adapters"
-        )
-    layers, others = set[str](), set[str]()
-    for name, parameter in (item for table in family.tables() for item in table.items()):
-        is_mixed = parameter.kind == "delta" or any(tensor.below for tensor in parameter.tensors)
-        can = "*" not in name and parameter.split in {"rows", "columns"} and not is_mixed
-        for tensor in parameter.tensors:
-            if tensor.name.endswith(_WEIGHT) and len(tensor.shape) == 2:
-                (layers if can else others).add(layer_of(tensor.name))
-    allowed = ", ".join(sorted(layers - others))
+    layers = target_layers(hf)
+    allowed = ", ".join(sorted({module_of(layer).rpartition(".")[2] for layer in layers}))
     for target in targets:
-        if target in others and target in layers:
+        if not any(is_target(layer, (target,)) for layer in layers):
             raise ConfigError(
-                f"lora.targets names {target}, which {family.model_type} has in its experts, and "
-                f"experts have no adapters: expected some of {allowed}"
-            )
-        if target not in layers - others:
-            raise ConfigError(
-                f"lora.targets names {target}, and {family.model_type} has no such linear layer "
+                f"lora.targets names {target}, and {hf.family.model_type} has no such linear layer "
                 f"that can have an adapter: expected some of {allowed}"
             )
 
 
-def adapter_config(facts: AdapterFacts, base_model: str) -> bytes:
-    """Return the content of adapter_config.json."""
+def stacked_targets(hf: HfConfig) -> list[str]:
+    """Return the ends of the names of tensors that have the weights of all experts of a layer."""
+    return sorted(layer for layer in target_layers(hf) if not layer.endswith(_WEIGHT))
+
+
+def adapter_config(facts: AdapterFacts, base_model: str, stacks: Collection[str] = ()) -> bytes:
+    """Return the content of adapter_config.json; ``stacks`` are those of ``stacked_targets``."""
+    parameters = [stack for stack in stacks if is_target(stack, facts.targets)]
+    modules = [
+        target
+        for target in facts.targets
+        if not any(is_target(stack, (target,)) for stack in parameters)
+    ]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -137,7 +179,8 @@ def adapter_config(facts: AdapterFacts, base_model: str) -> bytes:
         "r": facts.rank,
         "lora_alpha": facts.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(facts.targets),
+        "target_modules": modules,
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -172,6 +215,7 @@ def refuse_other_adapter(folder: Path, here: AdapterFacts) -> None:
 
 def _facts(path: Path, config: Mapping[str, Any]) -> AdapterFacts:
     targets = config.get("target_modules")
+    stacks = [str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()]
     if config.get("peft_type") != "LORA" or not isinstance(targets, list):
         raise ConfigError(
             f"{path} must have peft_type = LORA and a list of target_modules, got "
@@ -188,7 +232,7 @@ def _facts(path: Path, config: Mapping[str, Any]) -> AdapterFacts:
     return AdapterFacts(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
-        targets=tuple(sorted(map(str, targets))),
+        targets=tuple(sorted({*map(str, targets), *stacks})),
     )
 
 

@@ -1,5 +1,6 @@
 """Adapters between a Megatron model and a PEFT folder."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -8,9 +9,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.learner.model.adapters.lora import LoraAdapters
+from slipstream.learner.model.adapters.lora import HeldTensor, LoraAdapters
 from slipstream.learner.model.adapters.low_rank import refuse_no_numbers
 from slipstream.learner.model.rank_model import RankModel
+from slipstream.learner.model.weights.hf_weights import geometry_of
+from slipstream.learner.model.weights.shards import read_shard, write_shard
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.models.adapters import (
@@ -19,6 +22,7 @@ from slipstream.wire.models.adapters import (
     adapter_config,
     adapter_shapes,
     refuse_other_tensors,
+    stacked_targets,
 )
 from slipstream.wire.models.model_files import weight_files
 
@@ -44,18 +48,21 @@ def load_adapter(model: RankModel, folder: Path) -> None:
             not finite.
     """
     adapters = adapters_of(model)
-    path = folder / TENSORS
+    path, geometry = folder / TENSORS, geometry_of(model.hf_config)
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no dict
             expected = adapter_shapes(model.hf_config.tensor_shapes, adapters.facts)
             refuse_other_tensors(found, expected, folder)
+            shares = defaultdict[str, list[HeldTensor]](list)
+            for held in adapters.held():
+                shares[held.name].append(held)
             for name in found:  # whole tensors, so every rank refuses alike
-                refuse_no_numbers(name, file.get_tensor(name), folder)
-            for name, parameter, place, dim in adapters.named_tensors():
-                rows = place.share(found[name][dim], dim)
-                part: Tensor = file.get_slice(name)[(slice(None),) * dim + (rows,)]
-                parameter.copy_(part)
+                tensor: Tensor = file.get_tensor(name)
+                refuse_no_numbers(name, tensor, folder)
+                for held in shares[name]:
+                    whole = _of_experts(tensor, held, adapters.facts.rank)
+                    read_shard(held.shard(), [whole], geometry)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read {path} (lora.adapter): {error}") from error
 
@@ -65,12 +72,32 @@ def save_adapter(model: RankModel, folder: Path, base_model: str) -> None:
 
     The folder appears complete or not at all, and replaces an older one of its name.
     """
-    adapters = adapters_of(model)
-    tensors = {name: tensor.detach().cpu() for name, tensor, _, _ in adapters.named_tensors()}
+    adapters, hf = adapters_of(model), model.hf_config
+    dtype = model.config.params_dtype
+    tensors = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, shape in adapter_shapes(hf.tensor_shapes, adapters.facts).items()
+    }
+    for held in adapters.held():
+        whole = _of_experts(tensors[held.name], held, adapters.facts.rank)
+        write_shard(held.shard(), [whole], geometry_of(hf))
+    config = adapter_config(adapters.facts, base_model, stacked_targets(hf))
     with replacing_folder(folder, durable=False) as unfinished:
-        (unfinished / CONFIG).write_bytes(adapter_config(adapters.facts, base_model))
+        (unfinished / CONFIG).write_bytes(config)
         save_file(tensors, unfinished / TENSORS, metadata={"format": "pt"})  # owner-only file
         (unfinished / TENSORS).chmod((unfinished / CONFIG).stat().st_mode & 0o777)
+
+
+def _of_experts(tensor: Tensor, held: HeldTensor, rank: int) -> Tensor:
+    """Return a view of a whole tensor; one of all experts has each expert's matrix first.
+
+    PEFT's A [E r, I] is seen as [E, r, I], its B [O, r E] as [E, O, r].
+    """
+    if held.parameter.tensors[0].expert is None:
+        return tensor
+    if held.dim == 1:
+        return tensor.view(-1, rank, tensor.shape[1])
+    return tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1)
 
 
 def hash_of_base(folder: Path) -> str:
