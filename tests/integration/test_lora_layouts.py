@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.deploy.predict.memory.learner_rank import adapter_parameters
 from slipstream.learner.config import LearnerSection
-from slipstream.wire.models.adapters import is_target
+from slipstream.wire.models.adapters import is_target, refuse_other_adapter
 from slipstream.wire.models.hf_config import load_hf_config, name_alone
 from slipstream.wire.settings.lora import LINEAR_LAYERS, LoraSection
 from tests.support.families import write_family
@@ -145,14 +145,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lora")
 
 
-def trained(
-    folder: Path, name: str, family: str, ranks: int, learner: dict[str, Any], lora: dict[str, Any]
-) -> Path:
+def tiny(folder: Path, family: str) -> Path:
+    """Return a model of a family in a folder, written by the first that asks for it."""
     model = folder / f"model-{family}"
     if not model.is_dir():
         is_made_here = family in {"qwen2", "qwen3", "qwen3_moe"}
         write = write_tiny_model if is_made_here else write_family
         write(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
+    return model
+
+
+def trained(
+    folder: Path, name: str, family: str, ranks: int, learner: dict[str, Any], lora: dict[str, Any]
+) -> Path:
+    model = tiny(folder, family)
     work = folder / name
     settings = {"dtype": "float32", **learner}
     outputs(start_ranks("support.ranks.lora", model, work, ranks, [json.dumps(lora)], **settings))
@@ -263,6 +269,49 @@ def added_by_hand(model: Path, adapter: Path, merged: Path) -> Path:
         weights[f"{module}.weight"] += config["lora_alpha"] / config["r"] * product
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
     return merged
+
+
+OF_STACKS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "targets"),
+    [
+        ("qwen3_moe", OF_STACKS, ["q_proj", *MLP]),
+        pytest.param(
+            "gpt_oss", OF_STACKS, ["q_proj", "gate_up_proj", "down_proj"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "deepseek_v3", {"target_modules": COMPRESSED}, COMPRESSED, marks=pytest.mark.slow
+        ),
+        pytest.param("qwen3_5", {"target_modules": LINEAR}, LINEAR, marks=pytest.mark.slow),
+        pytest.param(
+            "glm4",
+            {"target_modules": ["gate_up_proj", "q_proj"]},
+            ["gate_up_proj", "q_proj"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_learner_computes_what_peft_does(
+    folder: Path, tmp_path: Path, family: str, config: dict[str, Any], targets: list[str]
+):
+    model, adapter, asked = tiny(folder, family), tmp_path / "adapter", tmp_path / "asked.json"
+    tokens = [sequence.token_ids.tolist() for sequence in train_sequences()]
+    asked.write_text(json.dumps(tokens))
+    plain = {"r": 4, "lora_alpha": 8, **config}
+    (printed,) = outputs(
+        [start(tmp_path, "support.peft_adapter", model, adapter, json.dumps(plain), asked)]
+    )
+    settings = LORA | {"targets": targets, "adapter": str(adapter)}
+    facts = msgspec.convert(settings, LoraSection).facts()
+    refuse_other_adapter(adapter, facts)
+    (report,) = reports(trained(folder, f"from-peft-{family}", family, 1, {}, settings), 1)
+    for mine, of_peft in zip(report["k3 raw at first"], json.loads(printed), strict=True):
+        assert mine == pytest.approx(of_peft, abs=1e-4)
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer(folder: Path):

@@ -4,6 +4,7 @@
 of every layer.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ TENSORS = "adapter_model.safetensors"
 _WEIGHT = ".weight"
 _MOST_ALPHA = 1e6
 _STACKED = 3  # dimensions of a tensor that has the matrices of all experts of a layer
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(lora_[AB])\.weight")
 _STACKS = ("gate_up_proj", "down_proj")  # such tensors of a module, in the order of its parameters
 # Names of Mixtral's projections that SGLang gives the names of other families.
 ENGINE_TARGETS: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -207,20 +209,23 @@ def refuse_other_adapter(folder: Path, here: AdapterFacts) -> None:
                 f"{path} has {name} = {config[name]!r}: only plain adapters can be trained on "
                 "(lora.adapter)"
             )
-    if difference := _facts(path, config).difference(here):
+    if difference := _facts(path, config, here.targets).difference(here):
         raise ConfigError(
             f"{folder} (lora.adapter) holds another adapter than the settings ask for: {difference}"
         )
 
 
-def _facts(path: Path, config: Mapping[str, Any]) -> AdapterFacts:
-    targets = config.get("target_modules")
-    stacks = [str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()]
-    if config.get("peft_type") != "LORA" or not isinstance(targets, list):
+def _facts(path: Path, config: Mapping[str, Any], here: Collection[str]) -> AdapterFacts:
+    targets, stacks = config.get("target_modules"), config.get("target_parameters") or []
+    is_plain = config.get("peft_type") == "LORA" and isinstance(stacks, list)
+    if not is_plain or not isinstance(targets, list):
         raise ConfigError(
             f"{path} must have peft_type = LORA and a list of target_modules, got "
             f"{config.get('peft_type')!r} and {targets!r} (lora.adapter)"
         )
+    of_stacks = {str(name).rpartition(".")[2] for name in stacks}
+    if _STACKS[0] in of_stacks - {*here}:  # experts here have gate and up apart
+        of_stacks = of_stacks - {_STACKS[0]} | {"gate_proj", "up_proj"}
     rank, alpha = config.get("r"), config.get("lora_alpha")
     is_whole = isinstance(rank, int) and not isinstance(rank, bool)
     is_number = isinstance(alpha, int | float) and abs(alpha) <= _MOST_ALPHA
@@ -232,7 +237,7 @@ def _facts(path: Path, config: Mapping[str, Any]) -> AdapterFacts:
     return AdapterFacts(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
-        targets=tuple(sorted({*map(str, targets), *stacks})),
+        targets=tuple(sorted({*map(str, targets), *of_stacks})),
     )
 
 
@@ -243,6 +248,48 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path} (lora.adapter): {error.strerror}") from error
     except UNREADABLE as error:
         raise ConfigError(f"{path} is no such file of PEFT's (lora.adapter): {error}") from error
+
+
+class AdapterSource(msgspec.Struct, frozen=True):
+    """Place of a tensor of adapters in a PEFT folder."""
+
+    name: str
+    expert: int | None = None  # expert of the matrix, if the tensor has those of all of a layer
+    half: int | None = None  # half of its rows, if they are of gate and up
+
+    def shape(self, stored: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Return the shape of the matrix in a tensor of this shape; empty if it is not there."""
+        if self.expert is None:
+            return stored
+        is_a = "lora_A" in self.name
+        rows, columns = stored if len(stored) == 2 else (0, 0)
+        if self.expert * rank >= (rows if is_a else columns):
+            return ()
+        return (rank, columns) if is_a else (rows // (1 if self.half is None else 2), rank)
+
+
+def adapter_sources(
+    found: Collection[str], expected: Collection[str], targets: Collection[str]
+) -> dict[str, AdapterSource]:
+    """Return the places of tensors in a PEFT folder that has these names.
+
+    Its adapters of experts may be of tensors that have all experts of a layer, of gate and up
+    together: A of both is the same then. Names that nothing is expected of come by themselves.
+    """
+    sources = {name: AdapterSource(name) for name in found}
+    used = set[str]()
+    for name in expected:
+        part = _OF_EXPERT.fullmatch(name)
+        if name in sources or part is None:
+            continue
+        module, expert, projection, matrix = part.groups()
+        is_within = projection != "down" and is_target(f"{module}.{_STACKS[1]}", targets)
+        stored = f"{module}{'.base_layer' * is_within}.{matrix}.weight"
+        if stored in found:
+            half = ("gate", "up").index(projection) if projection != "down" else None
+            sources[name] = AdapterSource(stored, int(expert), half)
+            used.add(stored)
+    return {name: source for name, source in sources.items() if name not in used}
 
 
 def refuse_other_tensors(

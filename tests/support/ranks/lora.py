@@ -109,6 +109,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
         assert policy.reference is not None
         before = policy.reference.logprobs(batches[0])
         mine = [outputs.logprobs for outputs in policy.proximal(batches[0])]
+        if world_size == 1:
+            report[f"{name} raw at first"] = [raw_logprobs(policy, s) for s in everything]
         report[f"{name} adds at first"] = distance(before, mine)
         for step in range(NUM_STEPS):
             outcomes = random_outcomes(everything, step=step)

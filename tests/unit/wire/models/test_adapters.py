@@ -8,8 +8,10 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.models.adapters import (
     CONFIG,
     AdapterFacts,
+    AdapterSource,
     adapter_config,
     adapter_shapes,
+    adapter_sources,
     check_targets,
     refuse_other_adapter,
     refuse_other_tensors,
@@ -161,3 +163,45 @@ def test_other_tensors_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             refuse_other_tensors(found, right, folder)
+
+
+def test_adapters_of_tensors_of_all_experts_are_read_as_those_of_each(tmp_path: Path):
+    facts = msgspec.structs.replace(FACTS, targets=("down_proj", "gate_proj", "up_proj"))
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    both, down = f"{experts}.base_layer.lora_", f"{experts}.lora_"
+    stored = {
+        f"{both}A.weight": (12, 8),  # of three experts, of rank 4
+        f"{both}B.weight": (10, 12),  # of a gate and an up of 5 rows
+        f"{down}A.weight": (12, 5),
+        f"{down}B.weight": (8, 12),
+    }
+    weights = {
+        f"model.layers.0.mlp.experts.{expert}.{name}.weight": (8, 5) if "down" in name else (5, 8)
+        for expert in range(3)
+        for name in facts.targets
+    }
+    expected = adapter_shapes(weights, facts)
+    sources = adapter_sources(stored, expected, facts.targets)
+    assert sources[f"{experts}.2.up_proj.lora_B.weight"] == AdapterSource(f"{both}B.weight", 2, 1)
+    found = {name: source.shape(stored[source.name], 4) for name, source in sources.items()}
+    refuse_other_tensors(found, expected, tmp_path)
+
+    last = sources[f"{experts}.2.up_proj.lora_A.weight"]
+    assert last.shape((8, 8), 4) == (), "of two experts"
+    with pytest.raises(
+        ConfigError, match=r"gate_proj\.lora_B\.weight must have shape \[5, 4\], got"
+    ):
+        refuse_other_tensors(
+            {**found, f"{experts}.0.gate_proj.lora_B.weight": (6, 4)}, expected, tmp_path
+        )
+    more = adapter_sources({**stored, f"{experts}.lora_C": (1,)}, expected, facts.targets)
+    assert more.keys() - expected.keys() == {f"{experts}.lora_C"}
+
+    config = json.loads(adapter_config(facts, "base"))
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config |= {"target_modules": [], "target_parameters": stacks}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    refuse_other_adapter(tmp_path, facts)
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"target_parameters": 3}))
+    with pytest.raises(ConfigError, match="a list of target_modules"):
+        refuse_other_adapter(tmp_path, facts)
