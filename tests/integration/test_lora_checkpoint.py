@@ -173,7 +173,7 @@ def test_a_checkpoint_of_other_adapters_or_none_is_refused(
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 MIXTURES = {
     "deepseek_v3": [*LATENT, "gate_proj", "up_proj", "down_proj"],
-    "gpt_oss": ["q_proj", "gate_up_proj", "down_proj"],
+    "gpt_oss": ["gate_up_proj", "down_proj"],  # experts alone are trained
     "qwen3_5_moe": ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj"],
 }
 PARTS = {
