@@ -99,7 +99,6 @@ _FP8_KERNELS = "fp8_gemm_runner_backend"
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
 _MAX_GENERATORS = 10_000  # served by one relay
-_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _MAX_STOPS = 32  # SGLang's limit
 
 
@@ -378,7 +377,6 @@ def _run_settings(table: Table) -> GeneratorSettings:
         )
     _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
     config = _model_config(folder)
-    _check_adapters(settings, config)
     _check_ranks(settings.generators.sglang, config)
     _check_precision(settings, folder)
     _check_tower(config)
@@ -434,33 +432,6 @@ def _check_tower(config: Mapping[str, object]) -> None:
         raise ConfigError(
             "run.model is quantized, and an engine of such a model begins with made-up weights, "
             "its vision tower included: take the folder that is not"
-        )
-
-
-def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -> None:
-    """Refuse settings that do not fit versions that are adapters."""
-    if not settings.lora.is_named:
-        return
-    for name in ("attn_dp_size", "ep_size"):
-        groups = settings.generators.sglang.get(name, 1)
-        if groups != 1:
-            raise ConfigError(
-                f"generators.sglang.{name} must be 1 with lora.rank, got {groups}: adapters are "
-                f'loaded into one group of ranks; leave it out, or set lora.publish = "merged"'
-            )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "run.model is quantized, and an engine of such a model begins with made-up weights, "
-            'to which adapters cannot be added: set lora.publish = "merged"'
-        )
-    inner, multiple = config.get("intermediate_size"), 32 * settings.generators.num_ranks
-    over_mlp = [target for target in settings.lora.targets if target in _OF_MLP]
-    if settings.device == "cpu" and over_mlp and isinstance(inner, int) and inner % multiple:
-        raise ConfigError(
-            f"lora.targets names {', '.join(over_mlp)}, and intermediate_size = {inner} of "
-            f"run.model is no multiple of {multiple}: SGLang on a CPU pads such an MLP and has no "
-            "place for adapters of it (lora/mem_pool.py:908); leave them out, or set "
-            'lora.publish = "merged"'
         )
 
 

@@ -39,6 +39,7 @@ from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.load import section as load_section
+from slipstream.wire.settings.lora import publishing
 from slipstream.wire.settings.sections import CheckpointSection, run_section
 from slipstream.wire.settings.tenants import is_pool
 
@@ -112,6 +113,8 @@ def run(
         refuse_without_extras(config)
     if note := steps_before_epochs(table):
         console.print(note, style="yellow", soft_wrap=True)
+    if how := publishing(config.table):
+        console.print(how, soft_wrap=True)
     config = with_contents(config)
     if dry_run:
         return _try_dry(config, place, console)

@@ -101,7 +101,7 @@ def engine_of(
         return AdapterEngine(
             process.url,
             process.api_key,
-            facts=settings.lora.facts(),
+            facts=settings.lora.facts().of_engine,
             kept=settings.num_kept_adapters,
             tenant=tenant,
             folder=process.scratch / "adapters",

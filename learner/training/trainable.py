@@ -27,6 +27,7 @@ from slipstream.learner.training.optimizer import (
     MegatronOptimizer,
     begin_steps,
     gradient_norm,
+    leave_out_stubs,
     make_scheduler,
     narrow_moments,
     optimizer_tensors,
@@ -322,6 +323,7 @@ def _optimizer_of(
     optimizer = get_megatron_optimizer(
         how, chunks, config_overrides=overrides(how, trains_vision=trains_vision)
     )
+    leave_out_stubs(optimizer)
     if share_on_host:
         gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
     if settings.moments_dtype == "bfloat16":
