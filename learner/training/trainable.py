@@ -104,6 +104,8 @@ class Trainable(Head[Output]):
             bucket_size=self.bucket_parameters,
         )
         self._chunks = _wrapped_chunks(model, exchanges)
+        self._overlaps = exchanges.overlap_grad_reduce
+        self.attach()
         list(model.named_weights())  # those of single experts are made while weights are here
         self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
         self._optimizer = _optimizer_of(
@@ -125,6 +127,16 @@ class Trainable(Head[Output]):
     def lr(self) -> float:
         """Learning rate of the next optimizer update."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    def attach(self) -> None:
+        """Have passes through the model's layers use its adapters, and sum their gradients.
+
+        Several policies of one frozen model call this in turn, before any other method.
+        """
+        if self.model.adapters is not None:
+            self.model.adapters.attach()
+        if self._overlaps:
+            _overlap(self.model.config, self._chunks)
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's tensors: weights, gradients, main weights, moments.
@@ -277,8 +289,6 @@ def _wrapped_chunks(
     ]
     for chunk in chunks:
         chunk.broadcast_params()
-    if exchanges.overlap_grad_reduce:
-        _overlap(config, chunks)
     return chunks
 
 

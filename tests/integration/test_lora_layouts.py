@@ -136,3 +136,32 @@ def test_adapters_alone_have_gradients_and_an_optimizer(folder: Path):
     assert held["gradients"] == pytest.approx(4 * count, rel=0.01)  # padded by Megatron
     assert held["moments"] == pytest.approx(8 * count, rel=0.01)  # and a count for each tensor
     assert held["weights"] > 4 * 4 * count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "learner"),
+    [
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(
+            4, {"tensor_parallel": 2, "pipeline_parallel": 2}, id="tp2-pp2", marks=pytest.mark.slow
+        ),
+        pytest.param(1, {"recompute": "full"}, id="recompute", marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_is_trained_the_same_with_neighbors_on_its_model(
+    folder: Path, tmp_path: Path, ranks: int, learner: dict[str, Any]
+):
+    model = folder / "model-qwen3"
+    if not model.is_dir():
+        write_tiny_model(model, "qwen3", num_hidden_layers=4)
+    settings = {"dtype": "float32", "deterministic": True, **learner}
+    outputs(
+        start_ranks("support.ranks.neighbors", model, tmp_path / "ranks", ranks, [], **settings)
+    )
+    for report in reports(tmp_path / "ranks", ranks):
+        assert not report["base moved"]
+        assert report["in turns"] == report["alone"]  # to the bit
+        digests = [digest for _, digest in report["alone"].values()]
+        assert len(set(digests)) == len(digests) == 3
+        norms = [f["policy/grad_norm"] for figures, _ in report["alone"].values() for f in figures]
+        assert all(norm > 0 for norm in norms)

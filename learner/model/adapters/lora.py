@@ -168,10 +168,27 @@ class Adapter(torch.nn.Module):
 class LoraAdapters:
     """Adapters of a rank's part of a model, by the names of their layers' weights."""
 
-    def __init__(self, of: Mapping[str, Adapter], facts: AdapterFacts) -> None:
-        """Take the adapters of ``add_adapters``."""
+    def __init__(
+        self,
+        of: Mapping[str, Adapter],
+        facts: AdapterFacts,
+        chunks: Sequence[torch.nn.Module],
+        layers: Sequence[tuple[torch.nn.Module, Adapter]],
+    ) -> None:
+        """Take the adapters of ``add_adapters``, with their ``layers`` in a model's ``chunks``."""
         self._of = dict(of)
         self.facts = facts
+        self._chunks = chunks
+        self._layers = layers
+
+    def attach(self) -> None:
+        """Give the layers these adapters, in place of another set's of the same weights.
+
+        A model has the parameters of the attached set alone. Other sets keep their values.
+        """
+        _detach(self._chunks)
+        for layer, adapter in self._layers:
+            layer.add_module(ADAPTER, adapter)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight with its adapter's addition; unchanged without an adapter."""
@@ -228,15 +245,18 @@ class LoraAdapters:
 def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankModel:
     """Freeze a model and give its layers adapters, which add nothing yet; return the model.
 
-    Values are the same in any layout: each A is drawn whole, from the seed and its name.
+    Values are the same in any layout: each A is drawn whole, from the seed and its name. Another
+    set of adapters of the same weights is detached.
 
     Raises:
         ConfigError: ``lora.targets`` names no layer of the model, or experts.
     """
     check_targets(model.hf_config.family, facts.targets)
+    _detach(model.chunks)
     model.requires_grad_(False)
     modules = {id(layer.weight): layer for layer in _linear_layers(model)}
     found: dict[str, Adapter] = {}
+    layers: list[tuple[torch.nn.Module, Adapter]] = []
     for name, weight in model.named_parameters():
         if not name.endswith(_WEIGHT) or id(weight) not in modules:
             continue
@@ -250,13 +270,20 @@ def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankMod
             continue
         place = LayerShare(parameter, geometry_of(model.hf_config), *split_of(name, weight))
         adapter = _adapter_for(model, place, wanted, facts, seed)
-        layer.add_module(ADAPTER, adapter.to(device.device()))
+        layers.append((layer, adapter.to(device.device())))
         layer.forward = types.MethodType(_adapted, layer)
         found[name] = adapter
     if model.config.recompute_granularity is not None and model.first is not None:
         model.first.embedding.register_forward_hook(_with_gradient)
-    model.adapters = LoraAdapters(found, facts)
+    model.adapters = adapters = LoraAdapters(found, facts, model.chunks, layers)
+    adapters.attach()
     return model
+
+
+def _detach(chunks: Sequence[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        for layer in list(chunk.modules()):
+            layer._modules.pop(ADAPTER, None)
 
 
 def _linear_layers(model: RankModel) -> Iterator[torch.nn.Module]:
@@ -300,8 +327,10 @@ def _adapted(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace a layer's forward."""
     output, bias = type(layer).forward(layer, hidden, *args, **kwargs)
-    adapter = getattr(layer, ADAPTER)
-    return (output + adapter(hidden) if adapter.is_on else output), bias
+    adapter = getattr(layer, ADAPTER, None)  # the attached set may have none for this layer
+    if adapter is None or not adapter.is_on:
+        return output, bias
+    return output + adapter(hidden), bias
 
 
 def _with_gradient(_module: torch.nn.Module, _arguments: object, output: Tensor) -> Tensor:
