@@ -21,6 +21,7 @@ from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.checkpoints.resume import fetch_newer
 from slipstream.learner.collective_errors import is_of_collective
+from slipstream.learner.commands.loop import run_commands
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Place
@@ -61,6 +62,7 @@ class Launch:
     begun_after: int | None = None  # newest epoch of a checkpoint when the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
     health: Health = field(default_factory=Health)
+    serves: bool = False  # carry out commands of tenants in place of training a run
 
 
 def run_learner(
@@ -171,6 +173,10 @@ class _Node:
 
     def _train(self, topology: Topology, early: EarlyPlans | None) -> None:
         launch = self.launch
+        if launch.serves:
+            with self.stop.deferred(), launch.health.ending():
+                run_commands(self.settings, topology, self.stop, launch.health)
+            return
         settings, policy = start_policy(
             self.settings,
             self.algorithm,

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder
+from slipstream.wire.settings.serve import serve_section, serves
 
 if TYPE_CHECKING:
     from slipstream.learner.config import LearnerSettings
@@ -53,6 +55,8 @@ def _main() -> int:
     try:
         table = load_arguments(arguments)
         settings = learner_settings(table, may_resume=arguments.resume is not None)
+        if serves(table):
+            serve_section(table)  # its checks
         logs = log_settings(table)
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
@@ -73,11 +77,17 @@ def _main() -> int:
 
     health = Health(name, stuck_s=settings.run.stuck_s)
     port = arguments.health if arguments.rank is None else 0  # a node's first rank
-    return run_and_leave(serving(health, port)(lambda: _train(arguments, settings, place, health)))
+    train = partial(_train, arguments, settings, place, health, serves=serves(table))
+    return run_and_leave(serving(health, port)(train))
 
 
 def _train(
-    arguments: argparse.Namespace, settings: "LearnerSettings", place: "Place", health: Health
+    arguments: argparse.Namespace,
+    settings: "LearnerSettings",
+    place: "Place",
+    health: Health,
+    *,
+    serves: bool,
 ) -> int:
     """Run one rank of this node, or the first and with it the others."""
     if usable_gpus():
@@ -107,6 +117,7 @@ def _train(
             digest=short_digest(msgspec.json.encode(settings.weightbus)),
         ),
         health=health,
+        serves=serves,
     )
     if arguments.rank is not None:
         return join_ranks(settings, place, rank=arguments.rank, port=arguments.port, launch=launch)

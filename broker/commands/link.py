@@ -1,7 +1,7 @@
-"""A worker's connection to a command server: one request, one answer, over any death of the server.
+"""A worker's connection to a command server: one request, one answer, whatever dies meanwhile.
 
-Every request may be repeated, so it is sent again over each new connection, and when its answer does
-not come.
+Every request may be repeated, so it is sent again over each new connection, and when its answer
+does not come.
 """
 
 import asyncio

@@ -5,8 +5,8 @@ calls has lost nothing and done nothing twice. Only the turns of tenants are in 
 clock comes in as a parameter.
 
 A model's commands are numbered without a gap from 0, which makes it. They are carried out in this
-order, and a model's durable state says which one it holds last (``applied``): what follows is handed
-out again after a learner's death, a forward-backward whose outcome is known for its gradient alone.
+order, and a model's durable state says which one it holds last (``applied``): after a learner's
+death what follows is handed out again, a forward-backward with an outcome for its gradient alone.
 """
 
 import sqlite3
@@ -288,7 +288,9 @@ class CommandLog:
     def _target(self, ask: Ask) -> None:
         table, what = ("samplers", "sampler") if ask.kind == "sample" else ("models", "model")
         row = self._one(
-            f"SELECT ended FROM {table} WHERE id = ? AND tenant = ?", ask.target, ask.tenant
+            f"SELECT ended FROM {table} WHERE id = ? AND tenant = ?",  # noqa: S608 ours
+            ask.target,
+            ask.tenant,
         )
         if row is None:
             raise RequestRefusedError(404, f"there is no {what} {ask.target}")
@@ -335,8 +337,10 @@ class CommandLog:
         self._db.execute(
             "INSERT INTO commands (id, tenant, target, number, kind, asked, body, details, bytes,"
             " made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (_id(ask), ask.tenant, ask.target, ask.number, ask.kind, ask.asked, ask.body, details)
-            + (len(ask.body), now),
+            (
+                *(_id(ask), ask.tenant, ask.target, ask.number, ask.kind, ask.asked),
+                *(ask.body, details, len(ask.body), now),
+            ),
         )
         return _id(ask)
 
@@ -677,6 +681,3 @@ class CommandLog:
 
 def _id(ask: Ask) -> str:
     return f"{ask.target}:{ask.number}"
-
-
-Details = dict[str, Any]

@@ -1,8 +1,8 @@
 """The routes of the SDK (tinker 0.38.0) over HTTP, for many tenants.
 
 A request is acknowledged when it is on disk. What a client did wrong is answered with 4xx and a
-reason, as ``{"detail": ...}``; of a numbered command the number is used up then, so that those behind
-it are carried out.
+reason, as ``{"detail": ...}``; the number of a numbered command is used up then, so that those
+behind it are carried out.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Commands of tenants: what a command server hands to its learner and engines, and what they answer.
+"""Commands of tenants: what a command server hands to learner and engines, and their answers.
 
 A model's commands are numbered from 0, which makes it. A learner says how far each model is and
 gets the command after that; so neither side remembers what the other was given.
