@@ -31,6 +31,7 @@ from slipstream.wire.settings.sections import (
     model_folder,
     run_section,
 )
+from slipstream.wire.settings.serve import serve_section, serves
 
 Device = Literal["cpu", "cuda"]
 
@@ -193,6 +194,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     hidden: tuple[Path, ...]  # paths that a reward function must not see
     lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
+    served_adapters: int = 0  # serve.adapters, of a command server's generator
 
     @property
     def model(self) -> Path:
@@ -243,7 +245,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_kept_adapters(self) -> int:
         """Number of newest adapter versions that an engine keeps, even without uses."""
-        return self.run.staleness_bound + 1
+        return self.served_adapters or self.run.staleness_bound + 1
 
     @property
     def skips_bad_prompts(self) -> bool:
@@ -309,6 +311,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         hidden=private_paths(table),
         lora=lora_section(table),
         environment=section(table, "environment", EnvironmentSection),
+        served_adapters=serve_section(table)[0].adapters if serves(table) else 0,
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

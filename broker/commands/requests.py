@@ -192,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
