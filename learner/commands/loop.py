@@ -3,6 +3,7 @@
 Rank 0 asks; every rank gets what it was handed, and does the same with it.
 """
 
+import asyncio
 import logging
 from contextlib import ExitStack
 
@@ -31,7 +32,8 @@ from slipstream.wire.settings.sections import RunSection
 from slipstream.wire.settings.serve import ServedPlaces
 
 _log = logging.getLogger(__name__)
-_WAIT_S = 5.0  # for a command, also the longest until a stop is seen
+_WAIT_S = 5.0  # for a command
+_LOOK_S = 0.2  # between two looks whether a stop is requested
 
 
 def run_commands(
@@ -71,11 +73,23 @@ class _Desk:
 
         self._link = loop.run(connect())
 
-    def take(self, at: dict[str, int]) -> tuple[WorkerAnswer, bytes]:
-        """Return what is to be done next, and the command."""
+    def take(self, at: dict[str, int], stop: StopRequest) -> tuple[WorkerAnswer, bytes] | None:
+        """Return what is to be done next, and the command; None once a stop is requested."""
         request = TakeCommand(at=at, wait_s=_WAIT_S)
-        answer, frames = self._loop.run(self._link.ask(request, wait_s=_WAIT_S))
-        return answer, bytes(frames[0]) if frames else b""
+
+        async def ask() -> tuple[WorkerAnswer, bytes] | None:
+            asking = asyncio.create_task(self._link.ask(request, wait_s=_WAIT_S))
+            try:
+                while not asking.done() and not stop.requested:
+                    await asyncio.wait({asking}, timeout=_LOOK_S)
+                if not asking.done():
+                    return None
+                answer, frames = asking.result()
+                return answer, bytes(frames[0]) if frames else b""
+            finally:
+                asking.cancel()
+
+        return None if stop.requested else self._loop.run(ask())
 
     def report(self, model: str, number: int, outcome: Outcome, applied: int) -> None:
         """Return once an outcome is on the server's disk."""
@@ -121,11 +135,9 @@ class _CommandLoop:
         """Return rank 0's next order on every rank; None to stop."""
         data: bytes | None = None
         if self._desk is not None:
-            if self._stop.requested:
-                data = msgspec.msgpack.encode(None)
-            else:
-                answer, body = self._desk.take(self._executor.at)
-                data = msgspec.msgpack.encode((encode(answer), body))
+            taken = self._desk.take(self._executor.at, self._stop)
+            order = None if taken is None else (encode(taken[0]), taken[1])
+            data = msgspec.msgpack.encode(order)
         found = msgspec.msgpack.decode(broadcast_bytes(data), type=tuple[bytes, bytes] | None)
         return None if found is None else (decode_worker_answer(found[0]), found[1])
 
