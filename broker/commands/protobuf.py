@@ -110,7 +110,7 @@ def _classes() -> dict[str, type[Message]]:
         for number, field, kind in fields:
             _add_field(message, number, field, kind)
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]  # as the library has it
+    pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
         for name in _MESSAGES

@@ -5,6 +5,7 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NoReturn
 
 import tomli_w
 from rich.console import Console
@@ -113,7 +114,7 @@ def plans_of(table: Table, server: CommandServerSettings) -> list[RolePlan]:
 
 def _serve(
     plans: list[RolePlan], server: CommandServerSettings, supervisor: Supervisor, console: Console
-) -> None:
+) -> NoReturn:
     places = ServedPlaces(server.run)
     places.address.unlink(missing_ok=True)
     broker, *workers = plans

@@ -5,7 +5,6 @@ Every rank calls every method with the same arguments. Rank 0 alone reads and wr
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -120,7 +119,7 @@ class Executor:
         return outcome
 
     def _loaded(self, model: str, number: int, load: LoadWeights) -> Outcome:
-        data = self._read(lambda: self._places.checkpoint(load.digest))
+        data = self._read(self._places.checkpoint(load.digest))
         tenant = self.models.get(model) or self._made(load.spec)
         try:
             facts, tensors = read_state(data)
@@ -163,7 +162,7 @@ class Executor:
         paths = sorted(self._places.states.glob("*.state")) if self._leads else []
         count = int(broadcast_bytes(str(len(paths)).encode()))
         for number in range(count):
-            data = self._read(lambda number=number: paths[number])
+            data = self._read(paths[number] if self._leads else None)
             try:
                 facts, tensors = read_state(data)
                 tenant = self._made(facts.spec)
@@ -175,12 +174,12 @@ class Executor:
             tenant.outcome = facts.outcome
             self.models[facts.model] = tenant
 
-    def _read(self, path: Callable[[], Path]) -> bytes:
+    def _read(self, path: Path | None) -> bytes:
         """Return a file's bytes on every rank; none if there is no such file."""
         data: bytes | None = None
-        if self._leads:
+        if self._leads and path is not None:
             try:
-                data = path().read_bytes()
+                data = path.read_bytes()
             except OSError as error:
                 _log.error("%s", error)
                 data = b""

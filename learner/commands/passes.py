@@ -134,7 +134,7 @@ class TenantPasses:
             with torch.no_grad():
                 total += float(loss_of(command.loss, output, micro.inputs, command.options))
             lengths = [len(command.data[place].tokens) // 4 for place in micro.places]
-            rows = output.float().cpu().split(lengths)
+            rows = torch.split(output.float().cpu(), lengths)
             for place, part in zip(micro.places, rows, strict=True):
                 found[place] = part.numpy().astype("<f4").tobytes()
         return total, found
@@ -146,7 +146,7 @@ class TenantPasses:
         flat = torch.cat([output.flatten() for output in outputs]) if outputs else None
         count = sum(rows * columns for rows, columns in sizes)
         whole = self._passes.on_all_stages(flat, (count,)).float()
-        parts = whole.split([rows * columns for rows, columns in sizes])
+        parts = torch.split(whole, [rows * columns for rows, columns in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
     def _micros(self, data: Sequence[Datum], places: list[int], width: int) -> list[_Micro]:

@@ -216,5 +216,5 @@ def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

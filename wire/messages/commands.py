@@ -23,6 +23,7 @@ from slipstream.wire.messages.bounds import (
 )
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+Decay: TypeAlias = Annotated[float, Meta(ge=0, le=1 - 2**-20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
 
 
@@ -30,7 +31,7 @@ class LoraSpec(Struct, frozen=True, kw_only=True):
     """The adapters of one model."""
 
     rank: Annotated[int, Meta(ge=1, le=8192)]
-    alpha: Annotated[float, Meta(gt=0, le=1e6)]
+    alpha: Annotated[float, Meta(ge=1e-6, le=1e6)]
     targets: Several[Name]  # sorted; last parts of the names of layers
     seed: Number = 0
 
@@ -74,8 +75,8 @@ class OptimStep(Struct, frozen=True, kw_only=True, tag=True):
     """Update the adapters by AdamW with the gradients since the last step, then forget these."""
 
     lr: Annotated[float, Meta(ge=0, le=1e6)]
-    beta1: Annotated[float, Meta(ge=0, lt=1)]
-    beta2: Annotated[float, Meta(ge=0, lt=1)]
+    beta1: Decay
+    beta2: Decay
     epsilon: Annotated[float, Meta(ge=0, le=1e6)]
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)]
     clip: Annotated[float, Meta(ge=0, le=1e30)] = 0.0  # largest norm of the gradient; 0 is none
@@ -101,7 +102,7 @@ class Sample(Struct, frozen=True, kw_only=True, tag=True):
     count: Annotated[int, Meta(ge=1, le=MOST_ITEMS)]
     max_tokens: Annotated[int, Meta(ge=1, le=MOST_ITEMS)]
     temperature: Annotated[float, Meta(ge=0, le=1e3)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
     top_k: Number = -1
     seed: Count = 0
     stop: Several[Text] = ()
