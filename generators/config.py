@@ -31,6 +31,7 @@ from slipstream.wire.settings.sections import (
     model_folder,
     run_section,
 )
+from slipstream.wire.settings.serve import serve_section, serves
 from slipstream.wire.settings.tenants import Tenant, tenants_of
 
 Device = Literal["cpu", "cuda"]
@@ -194,6 +195,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
     tenants: tuple[Tenant["GeneratorSettings"], ...] = ()  # runs that share the engine
+    served_adapters: int = 0  # serve.adapters, of a command server's generator
 
     @property
     def model(self) -> Path:
@@ -248,7 +250,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Number of newest adapter versions that an engine keeps, even without uses."""
         if self.tenants:
             return sum(tenant.settings.num_kept_adapters for tenant in self.tenants)
-        return self.run.staleness_bound + 1
+        return self.served_adapters or self.run.staleness_bound + 1
 
     @property
     def skips_bad_prompts(self) -> bool:
@@ -349,6 +351,7 @@ def _run_settings(table: Table) -> GeneratorSettings:
         hidden=private_paths(table),
         lora=lora_section(table),
         environment=section(table, "environment", EnvironmentSection),
+        served_adapters=serve_section(table)[0].adapters if serves(table) else 0,
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

@@ -20,6 +20,7 @@ from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.checkpoints.resume import fetch_newer
 from slipstream.learner.collective_errors import is_of_collective
+from slipstream.learner.commands.loop import run_commands
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Place
@@ -66,6 +67,7 @@ class Launch:
     relay: RelayLaunch = field(default_factory=RelayLaunch)
     health: Health = field(default_factory=Health)
     tenants: tuple[Tenant[LearnerSettings], ...] = ()  # runs to train in turns, in place of one
+    serves: bool = False  # carry out commands of tenants in place of training a run
 
 
 def run_learner(
@@ -177,6 +179,10 @@ class _Node:
 
     def _train(self, topology: Topology, early: Store | None) -> None:
         tenants, health = self.launch.tenants, self.launch.health
+        if self.launch.serves:
+            with self.stop.deferred(), health.ending():
+                run_commands(self.settings, topology, self.stop, health)
+            return
         runs = [tenant.settings for tenant in tenants] or [self.settings]
         saves = any(run.checkpoint.on_stop for run in runs)
         with ExitStack() as cleanup:

@@ -29,6 +29,7 @@ from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder
+from slipstream.wire.settings.serve import serve_section, serves
 from slipstream.wire.settings.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _main() -> int:
         may_resume = arguments.resume is not None
         settings = learner_settings(table, may_resume=may_resume)
         tenants = learner_tenants(table, may_resume=may_resume)
+        if serves(table):
+            serve_section(table)  # its checks
         logs = log_settings(table)
         place = place_of(settings.layout, arguments.node, arguments.rendezvous)
         if arguments.dry_run:
@@ -78,7 +81,7 @@ def _main() -> int:
 
     health = Health(name, stuck_s=settings.run.stuck_s)
     port = arguments.health if arguments.rank is None else 0  # a node's first rank
-    train = partial(_train, arguments, settings, place, health, tenants)
+    train = partial(_train, arguments, settings, place, health, tenants, serves=serves(table))
     return run_and_leave(serving(health, port)(train))
 
 
@@ -88,6 +91,8 @@ def _train(
     place: "Place",
     health: Health,
     tenants: "tuple[Tenant[LearnerSettings], ...]",
+    *,
+    serves: bool,
 ) -> int:
     """Run one rank of this node, or the first and with it the others."""
     if usable_gpus():
@@ -118,6 +123,7 @@ def _train(
         ),
         health=health,
         tenants=tenants,
+        serves=serves,
     )
     if arguments.rank is not None:
         return join_ranks(settings, place, rank=arguments.rank, port=arguments.port, launch=launch)

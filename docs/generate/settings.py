@@ -39,6 +39,7 @@ from slipstream.wire.settings.sections import (
     RunSection,
     SamplingSection,
 )
+from slipstream.wire.settings.serve import ServeSection
 from slipstream.wire.settings.tenants import TenantTable
 
 SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
@@ -50,6 +51,7 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "eval": (EvalSection, "the broker, the generators and the learner"),
     "learner": (LearnerSection, "the learner"),
     "lora": (LoraSection, "the learner and the generators"),
+    "serve": (ServeSection, "`slipstream serve` and its roles"),
     "algo": (AlgoSection, "the learner"),
     "checkpoint": (CheckpointSection, "the learner and `slipstream run`"),
     "generators": (GeneratorsSection, "the generators"),

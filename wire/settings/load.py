@@ -30,6 +30,7 @@ SECTIONS = (
     "environment",
     "learner",
     "lora",
+    "serve",
     "algo",
     "weightbus",
     "eval",
