@@ -18,7 +18,7 @@ from slipstream.wire.models.fp8 import quantization_trouble
 from slipstream.wire.models.hf_config import family_of, load_hf_config, text_keys
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
-from slipstream.wire.settings.lora import LoraSection, lora_section
+from slipstream.wire.settings.lora import LoraSection, lora_section, refuse_unshared
 from slipstream.wire.settings.rendezvous import parse_rendezvous
 from slipstream.wire.settings.sections import (
     AtLeast0,
@@ -309,13 +309,8 @@ def generator_settings(table: Table) -> GeneratorSettings:
 
 
 def _tenant_settings(table: Table) -> GeneratorSettings:
-    settings = _run_settings(table)
-    if not settings.lora.is_named:
-        raise ConfigError(
-            "a tenant's engine holds its adapters: set lora.rank, and leave lora.publish at "
-            '"named"'
-        )
-    return settings
+    refuse_unshared(table)
+    return _run_settings(table)
 
 
 def _for_tenants(

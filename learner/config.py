@@ -16,7 +16,7 @@ from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.remote_checkpoints import RemoteCheckpoints
 from slipstream.wire.models.adapters import AdapterFacts, refuse_other_adapter
 from slipstream.wire.settings.load import Section, Table, section
-from slipstream.wire.settings.lora import LoraSection, lora_section
+from slipstream.wire.settings.lora import LoraSection, lora_section, refuse_unshared
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
@@ -308,11 +308,7 @@ def learner_tenants(
 
     def decode(tenant: Table) -> LearnerSettings:
         settings = learner_settings(tenant, may_resume=may_resume)
-        if not settings.lora.is_named:
-            raise ConfigError(
-                "a tenant trains adapters that are published as such: set lora.rank, and leave "
-                'lora.publish at "named"'
-            )
+        refuse_unshared(tenant)
         if "weights" in settings.learner.offload:
             raise ConfigError(
                 'learner.offload has "weights", which all tenants share and use in each turn: '

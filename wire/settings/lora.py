@@ -98,6 +98,22 @@ def lora_section(table: Table) -> LoraSection:
     return msgspec.structs.replace(found, publish="merged" if trouble else "named")
 
 
+def refuse_unshared(table: Table) -> None:
+    """Refuse a tenant that does not train adapters which its engines hold as such.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    found = lora_section(table)
+    if not found.is_on:
+        raise ConfigError("a tenant trains adapters: set lora.rank")
+    if not found.is_named:
+        raise ConfigError(
+            f"a tenant's adapters are held next to the weights of all ({publishing(table)}): "
+            "choose other lora.targets, or give it a run of its own"
+        )
+
+
 def trouble_of_names(table: Table, targets: Collection[str]) -> str:
     """Return why the engines of a run cannot hold adapters of these targets; empty if they can.
 

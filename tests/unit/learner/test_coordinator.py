@@ -5,6 +5,7 @@ import pytest
 from slipstream.learner.batches.orders import Rejection, StopTraining
 from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.stop import StopRequest
+from slipstream.wire.errors import PeerLostError
 from slipstream.wire.messages.broker import BatchNotReady, StepCommitted
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -81,3 +82,27 @@ def test_after_a_request_to_stop_no_batch_is_asked_for(leader: Leader):
     stop.requested = True
     assert of(leader, stop).next_order(GRANTED, max_wait_s=3.0) == StopTraining()
     assert leader.asked == []
+
+
+class Lost(Leader):
+    """A broker that is gone."""
+
+    def commit(self, *_: object) -> StepCommitted:
+        raise PeerLostError("no broker")
+
+    def reject_batch(self, *_: object) -> None:
+        raise PeerLostError("no broker")
+
+
+@pytest.mark.parametrize("shares_failures", [False, True])
+def test_what_fails_at_the_leader_is_raised(shares_failures: bool):
+    coordinator = Coordinator(
+        Lost(),  # type: ignore[arg-type]  # a fake
+        StopRequest(),
+        shares_failures=shares_failures,
+    )
+    with pytest.raises(PeerLostError, match="no broker"):
+        coordinator.commit(GRANTED, {}, 1)
+    with pytest.raises(PeerLostError, match="no broker"):
+        coordinator.reject_batch(GRANTED, Rejection("invalid", (3,), "why"))
+    assert coordinator.reserve() == 2
