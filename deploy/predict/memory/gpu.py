@@ -9,10 +9,15 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, total_bytes
+from slipstream.deploy.predict.memory.learner_rank import (
+    MemoryPart,
+    adapter_parameters,
+    learner_stages,
+    total_bytes,
+)
 from slipstream.generators.config import GeneratorsSection
 from slipstream.generators.versions.shadow_state import has_room
-from slipstream.learner.config import LearnerSettings
+from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -121,6 +126,19 @@ def shadow_bytes(memory: Sequence[MemoryPart]) -> float:
     return sum(part.num_bytes for part in memory if part.what == _SHADOW)
 
 
+def _adapters(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
+    """Return the places for versions of adapters on a rank of an engine, if it holds any."""
+    generators = config.generators
+    if not generators.lora.is_named:
+        return []
+    ranks, places = generators.generators.num_ranks, generators.num_kept_adapters + 1
+    divided = LearnerSection(tensor_parallel=ranks, expert_tensor_parallel=ranks)
+    count = adapter_parameters(hf, divided, generators.lora.facts(), 0).count
+    element = 4 if generators.generators.dtype == "float32" else 2
+    law = f"{element} N_a for each of {places} versions; N_a of the adapters on a rank"
+    return [MemoryPart("adapters", float(element * places * count), law)]
+
+
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """Return the memory of one rank of an engine; the cache takes the rest of the share.
 
@@ -140,7 +158,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - each * count, 0.0)
     has_shadow = config.generators.keeps_shadow and has_room(each * count, free=pool)
     shadow = each * count if has_shadow else 0.0
-    pool -= shadow
+    adapters = _adapters(hf, config)
+    pool = max(pool - shadow - adapters[0].num_bytes, 0.0) if adapters else pool - shadow
     copies = kv_copies(hf, ranks // groups)
     element = generators.cache_bytes
     state = state_bytes(hf) * groups // ranks
@@ -168,6 +187,7 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             "bytes a token",
         ),
         *([second] if shadow else []),
+        *adapters,
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
