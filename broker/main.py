@@ -15,6 +15,7 @@ from slipstream.wire.process.command_line import (
 )
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
+from slipstream.wire.settings.load import Table
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,6 +51,17 @@ def main() -> int:
 def _main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
+    from slipstream.wire.settings.serve import serves
+
+    try:
+        table = load_arguments(arguments)
+    except ConfigError as error:
+        return refuse_settings(error, arguments)
+    return _serve_commands(arguments, table) if serves(table) else _serve_run(arguments)
+
+
+def _serve_run(arguments: argparse.Namespace) -> int:
+    """Keep the ledger of a run."""
     from slipstream.broker.config import broker_settings
     from slipstream.broker.data.prompts import load_prompts
     from slipstream.broker.service import serve
@@ -72,6 +84,24 @@ def _main() -> int:
         return 0
 
     return body()
+
+
+def _serve_commands(arguments: argparse.Namespace, table: Table) -> int:
+    """Keep the commands of tenants."""
+    from slipstream.broker.commands.config import command_server_settings
+    from slipstream.broker.commands.service import serve
+
+    try:
+        settings = command_server_settings(table)
+        if arguments.dry_run:
+            return print_json(settings)
+    except ConfigError as error:
+        return refuse_settings(error, arguments)
+    start_logging("broker", settings.logging)
+    health = Health("broker", stuck_s=settings.run.stuck_s)
+    with serving(health, arguments.health):
+        asyncio.run(serve(settings, health))
+    return 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
 COMMANDS = {
     "quickstart": ("quickstart", "teach a tiny policy to add, in minutes"),
     "run": ("run", "run every role of a run on this host"),
+    "serve": ("serve", "let many tenants train and sample adapters over HTTP"),
     "check": ("check", "find out whether a run would start, before it does"),
     "align": ("align", "compare learner, SGLang and transformers, layer by layer"),
     "simulate": ("simulate", "predict a run in virtual time, with the real ledger"),

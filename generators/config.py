@@ -31,6 +31,8 @@ from slipstream.wire.settings.sections import (
     model_folder,
     run_section,
 )
+from slipstream.wire.settings.serve import serve_section, serves
+from slipstream.wire.settings.tenants import Tenant, tenants_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -192,6 +194,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     hidden: tuple[Path, ...]  # paths that a reward function must not see
     lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
+    tenants: tuple[Tenant["GeneratorSettings"], ...] = ()  # runs that share the engine
+    served_adapters: int = 0  # serve.adapters, of a command server's generator
 
     @property
     def model(self) -> Path:
@@ -226,7 +230,9 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_probe_sequences(self) -> int:
         """Sequences that the engine computes in addition to its answers."""
-        return self.weightbus.probe_sequences if self.weightbus.probe_every else 0
+        if not self.weightbus.probe_every:
+            return 0
+        return self.weightbus.probe_sequences * max(1, len(self.tenants))
 
     @property
     def transport(self) -> str:
@@ -242,7 +248,9 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_kept_adapters(self) -> int:
         """Number of newest adapter versions that an engine keeps, even without uses."""
-        return self.run.staleness_bound + 1
+        if self.tenants:
+            return sum(tenant.settings.num_kept_adapters for tenant in self.tenants)
+        return self.served_adapters or self.run.staleness_bound + 1
 
     @property
     def skips_bad_prompts(self) -> bool:
@@ -296,7 +304,42 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generator_settings(table: Table) -> GeneratorSettings:
-    """Decode and check the generators' sections."""
+    """Decode and check the generators' sections; for a pool, also those of its tenants."""
+    return _for_tenants(_run_settings(table), tenants_of(table, _tenant_settings))
+
+
+def _tenant_settings(table: Table) -> GeneratorSettings:
+    settings = _run_settings(table)
+    if not settings.lora.is_named:
+        raise ConfigError(
+            "a tenant's engine holds its adapters: set lora.rank, and leave lora.publish at "
+            '"named"'
+        )
+    return settings
+
+
+def _for_tenants(
+    pool: GeneratorSettings, tenants: tuple[Tenant[GeneratorSettings], ...]
+) -> GeneratorSettings:
+    """Return the settings of an engine that has room for what every tenant needs."""
+    if not tenants:
+        return pool
+    runs = [tenant.settings for tenant in tenants]
+    targets = {target for run in runs for target in run.lora.targets}
+    replace = msgspec.structs.replace
+    kept = max(run.sampling.max_kept_tokens for run in runs)
+    widest = max(runs, key=lambda run: run.lora.rank or 0).lora
+    acting = [run.environment for run in runs if run.environment.is_named]
+    return replace(
+        pool,
+        tenants=tenants,
+        lora=replace(widest, targets=tuple(sorted(targets))),
+        sampling=replace(pool.sampling, max_kept_tokens=kept),
+        environment=acting[0] if acting else pool.environment,
+    )
+
+
+def _run_settings(table: Table) -> GeneratorSettings:
     settings = GeneratorSettings(
         run=run_section(table),
         data=section(table, "data", DataSection),
@@ -308,6 +351,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         hidden=private_paths(table),
         lora=lora_section(table),
         environment=section(table, "environment", EnvironmentSection),
+        served_adapters=serve_section(table)[0].adapters if serves(table) else 0,
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

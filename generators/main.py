@@ -17,6 +17,7 @@ from slipstream.wire.process.command_line import (
 )
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
+from slipstream.wire.settings.serve import serves
 
 _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible
 
@@ -105,6 +106,10 @@ def _main() -> int:
             from slipstream.generators.nodes.service import follow
 
             asyncio.run(follow(settings, name, place, health))
+        elif serves(table):
+            from slipstream.generators.serving.service import serve_samples
+
+            asyncio.run(serve_samples(settings, name, health))
         else:
             from slipstream.generators.service import serve
 

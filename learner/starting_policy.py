@@ -1,7 +1,9 @@
 """The policy that a learner starts from, with the other models of its algorithm."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
@@ -32,6 +34,22 @@ from slipstream.wire.settings.sections import local_model
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """A model without adapters, for policies that are sets of adapters of it."""
+
+    model: RankModel
+    offload: Offload
+    digest: str  # hash of its weight files
+
+    @classmethod
+    def load(cls, settings: LearnerSettings, topology: Topology) -> Self:
+        """Load the model of run.model; every rank calls this."""
+        data = hash_of_base(settings.model).encode() if topology.rank == 0 else None
+        model = load_model(settings.learner, settings.model)
+        return cls(model, Offload(settings.learner.offload), broadcast_bytes(data).decode())
+
+
 def start_policy(
     settings: LearnerSettings,
     algorithm: Algorithm,
@@ -39,11 +57,12 @@ def start_policy(
     *,
     resumes: bool,
     begun_after: int | None,
+    base: FrozenBase | None = None,
 ) -> tuple[LearnerSettings, Policy]:
     """Return the policy to start from, and the settings that name it. Every rank calls this.
 
     A learner that resumes starts from the newest checkpoint of its run that can be loaded, or else
-    from the policy of the settings.
+    from the policy of the settings. ``base`` is that of ``build_policy``.
 
     Raises:
         ConfigError: the checkpoint named by run.resume_from cannot be used, or one of the run's is
@@ -61,14 +80,22 @@ def start_policy(
     for name in names:
         chosen = settings.resumed(Path(name))
         try:
-            return chosen, build_policy(chosen, algorithm, topology)
+            return chosen, build_policy(chosen, algorithm, topology, base)
         except DamagedCheckpointError as error:
             _log.error("%s; the one before it is tried", error)
-    return settings, build_policy(settings, algorithm, topology)
+    return settings, build_policy(settings, algorithm, topology, base)
 
 
-def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topology) -> Policy:
-    """Return the policy to start from: a checkpoint's, or that of a Hugging Face folder."""
+def build_policy(
+    settings: LearnerSettings,
+    algorithm: Algorithm,
+    topology: Topology,
+    base: FrozenBase | None = None,
+) -> Policy:
+    """Return the policy to start from: a checkpoint's, or that of a Hugging Face folder.
+
+    Its adapters are added to ``base``, which other policies may share; None loads a model.
+    """
     learner, choice = settings.learner, algorithm.choice
     fill = settings.resume_from is None
     hf = load_hf_config(settings.model)
@@ -77,7 +104,8 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
             f'run.routing_replay = "{settings.run.routing_replay}" needs experts to route to, and '
             f"run.model is {hf.model_type} without any"
         )
-    others = _OtherModels(settings, algorithm, topology, hf)
+    offload = base.offload if base is not None else Offload(learner.offload)
+    others = _OtherModels(settings, algorithm, topology, hf, offload)
     reference, teacher = others.reference(), others.teacher()
     decay_steps = settings.lr_decay_steps
     critic = others.critic(decay_steps, fill=fill)
@@ -85,7 +113,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         # The policy is trained in the steps after the critic's warm-up.
         decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
     policy = Policy(
-        _policy_model(settings, topology, fill=fill),
+        _policy_model(settings, topology, base, fill=fill),
         learner,
         topology,
         decay_steps=decay_steps,
@@ -96,7 +124,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
         critic=critic,
         needs_full_kl=algorithm.needs_full_kl,
         needs_squares=algorithm.needs_squares,
-        offload=others.offload,
+        offload=offload,
         replay=settings.run.routing_replay,
     )
     if settings.resume_from is not None:
@@ -110,7 +138,12 @@ class _OtherModels:
     """The models besides the policy that an algorithm needs."""
 
     def __init__(
-        self, settings: LearnerSettings, algorithm: Algorithm, topology: Topology, hf: HfConfig
+        self,
+        settings: LearnerSettings,
+        algorithm: Algorithm,
+        topology: Topology,
+        hf: HfConfig,
+        offload: Offload,
     ) -> None:
         choice = algorithm.choice
         self._settings = settings
@@ -119,7 +152,7 @@ class _OtherModels:
         self._topology = topology
         self._hf = hf
         self._frozen: dict[Path, ReferencePolicy] = {}
-        self.offload = Offload(settings.learner.offload)
+        self.offload = offload
         self.base_is_reference = choice.needs_reference and settings.base_is(choice.kl.reference)
 
     def reference(self) -> ReferencePolicy | None:
@@ -201,15 +234,16 @@ def _refuse_other_eyes(policy: HfConfig, folder: Path, setting: str) -> None:
         )
 
 
-def _policy_model(settings: LearnerSettings, topology: Topology, *, fill: bool) -> RankModel:
+def _policy_model(
+    settings: LearnerSettings, topology: Topology, base: FrozenBase | None, *, fill: bool
+) -> RankModel:
     """Return the model under training; the weights below adapters are in no checkpoint."""
     lora = settings.lora
     if not lora.is_on:
         return load_model(settings.learner, settings.model, fill=fill)
-    data = hash_of_base(settings.model).encode() if topology.rank == 0 else None
-    base = broadcast_bytes(data).decode()
-    model = load_model(settings.learner, settings.model)
-    add_adapters(model, lora.facts(base=base), seed=settings.run.seed)
+    base = base or FrozenBase.load(settings, topology)
+    model = base.model.sharing()
+    add_adapters(model, lora.facts(base=base.digest), seed=settings.run.seed)
     if fill and lora.adapter:
         load_adapter(model, Path(lora.adapter))
     return model

@@ -43,6 +43,10 @@ class Adapters(Protocol):
         """Switch the adapters off for a block."""
         ...
 
+    def attach(self) -> None:
+        """Give the layers these adapters, in place of another set's."""
+        ...
+
     def sharded_state(self, prefix: str) -> dict[str, Any]:
         """Return the adapters as Megatron's sharded state, by names of the whole model."""
         ...
@@ -60,6 +64,10 @@ class RankModel:
         self.chunks = chunks
         self.hf_config = hf
         self.adapters: Adapters | None = None  # set if only adapters are trained
+
+    def sharing(self) -> "RankModel":
+        """Return a model of the same weights, for another set of adapters."""
+        return RankModel(self.chunks, self.hf_config)
 
     @property
     def config(self) -> TransformerConfig:

@@ -22,7 +22,7 @@ from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.training.offload import Offload, Tenant, storage_id
+from slipstream.learner.training.offload import Offload, Resident, storage_id
 from slipstream.learner.training.optimizer import (
     MegatronOptimizer,
     begin_steps,
@@ -106,6 +106,8 @@ class Trainable(Head[Output]):
             bucket_size=self.bucket_parameters,
         )
         self._chunks = _wrapped_chunks(model, exchanges)
+        self._overlaps = exchanges.overlap_grad_reduce
+        self.attach()
         list(model.named_weights())  # those of single experts are made while weights are here
         self.passes = ModelPasses(self._chunks, self, topology, replay=replay)
         self._optimizer = _optimizer_of(
@@ -117,16 +119,26 @@ class Trainable(Head[Output]):
         )
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
-        take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
-        self.weights = take("weights", Tenant(model.parameters))
+        take, gradients = self._offload.take, Resident(self._gradient_buffers, keeps_content=False)
+        self.weights = take("weights", Resident(model.parameters))
         self._gradients = take("gradients", gradients)
-        self._state = take("optimizer", Tenant(self._optimizer_state))
+        self._state = take("optimizer", Resident(self._optimizer_state))
         self._offload.use()
 
     @property
     def lr(self) -> float:
         """Learning rate of the next optimizer update."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    def attach(self) -> None:
+        """Have passes through the model's layers use its adapters, and sum their gradients.
+
+        Several policies of one frozen model call this in turn, before any other method.
+        """
+        if self.model.adapters is not None:
+            self.model.adapters.attach()
+        if self._overlaps:
+            _overlap(self.model.config, self._chunks)
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's tensors: weights, gradients, main weights, moments.
@@ -203,12 +215,12 @@ class Trainable(Head[Output]):
         batches: Sequence[PackedBatch],
         loss_function: LossFunction[Output],
         *,
-        beside: Sequence[Tenant] = (),
+        beside: Sequence[Resident] = (),
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         The host waits for the GPU once, after the update, for all figures together; with pipeline
-        stages once more, for the last stage's results. Further tenants stay on the device for the
+        stages once more, for the last stage's results. Further residents stay on the device for the
         loss.
 
         Raises:
@@ -246,7 +258,7 @@ class Trainable(Head[Output]):
             )
         return figures, grad_norm
 
-    def _use_whole_weights(self, *beside: Tenant) -> None:
+    def _use_whole_weights(self, *beside: Resident) -> None:
         self._offload.use(self.weights, *beside)
         if self._is_scattered:
             for chunk in self._chunks:
@@ -280,8 +292,6 @@ def _wrapped_chunks(
     ]
     for chunk in chunks:
         chunk.broadcast_params()
-    if exchanges.overlap_grad_reduce:
-        _overlap(config, chunks)
     return chunks
 
 

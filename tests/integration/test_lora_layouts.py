@@ -327,6 +327,38 @@ def test_adapters_alone_have_gradients_and_an_optimizer(folder: Path):
     assert held["weights"] > 4 * 4 * count
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks", "learner"),
+    [
+        pytest.param("qwen3_moe", 2, {"expert_parallel": 2}, id="experts-dp2-ep2"),
+        pytest.param("qwen3", 2, {}, id="dp2", marks=pytest.mark.slow),
+        pytest.param(
+            *("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+            id="tp2-pp2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("qwen3", 1, {"recompute": "full"}, id="recompute", marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_is_trained_the_same_with_neighbors_on_its_model(
+    folder: Path, tmp_path: Path, family: str, ranks: int, learner: dict[str, Any]
+):
+    model = folder / f"model-{family}"
+    if not model.is_dir():
+        write_tiny_model(model, family, num_hidden_layers=4 if family == "qwen3" else 2)
+    settings = {"dtype": "float32", "deterministic": True, **learner}
+    outputs(
+        start_ranks("support.ranks.neighbors", model, tmp_path / "ranks", ranks, [], **settings)
+    )
+    for report in reports(tmp_path / "ranks", ranks):
+        assert not report["base moved"]
+        assert report["in turns"] == report["alone"]  # to the bit
+        digests = [digest for _, digest in report["alone"].values()]
+        assert len(set(digests)) == len(digests) == 3
+        norms = [f["policy/grad_norm"] for figures, _ in report["alone"].values() for f in figures]
+        assert all(norm > 0 for norm in norms)
+
+
 @pytest.mark.parametrize(("family", "lora"), [("qwen3_moe", EXPERTS), ("deepseek_v3", LATENT)])
 def test_the_plan_knows_adapters_of_experts_and_of_latent_attention(
     folder: Path, family: str, lora: dict[str, Any]

@@ -7,6 +7,7 @@ from slipstream.wire.errors import ConfigError
 IDENTITY = Path("identity.json")  # identity of the run; ids and epochs given out
 NUM_EVENTS = Path("num_events")  # events that the store acknowledged, in all lives of the run
 BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
+LEARNER_LOCK = Path("learner.lock")  # held by the one learner of a command server
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")

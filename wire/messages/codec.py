@@ -8,6 +8,14 @@ import msgspec
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.bounds import Body, Several
 from slipstream.wire.messages.broker import Answer, Message, Request
+from slipstream.wire.messages.commands import (
+    CommandMessage,
+    Operation,
+    Outcome,
+    Sample,
+    WorkerAnswer,
+    WorkerRequest,
+)
 from slipstream.wire.messages.followers import FollowerMessage, ToFollower, ToLeader
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.part_relays import HeadCommand, PartMessage, PartReport
@@ -30,6 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(
     message: Message
     | BusMessage
+    | CommandMessage
     | FollowerMessage
     | PartMessage
     | RelayMessage
@@ -78,6 +87,15 @@ decode_head_command: Callable[[Frame], HeadCommand] = _decoder(
 )
 decode_to_leader: Callable[[Frame], ToLeader] = _decoder(ToLeader, "message of a follower")
 decode_to_follower: Callable[[Frame], ToFollower] = _decoder(ToFollower, "message of node 0")
+decode_worker_request: Callable[[Frame], WorkerRequest] = _decoder(
+    WorkerRequest, "request to a command server"
+)
+decode_worker_answer: Callable[[Frame], WorkerAnswer] = _decoder(
+    WorkerAnswer, "answer of a command server"
+)
+decode_operation: Callable[[Frame], Operation] = _decoder(Operation, "command")
+decode_sample: Callable[[Frame], Sample] = _decoder(Sample, "command of an engine")
+decode_outcome: Callable[[Frame], Outcome] = _decoder(Outcome, "outcome of a command")
 decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder(
     TrajectoryPayload, "trajectory payload"
 )

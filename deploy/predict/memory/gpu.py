@@ -15,7 +15,7 @@ from slipstream.deploy.predict.memory.learner_rank import (
     learner_stages,
     total_bytes,
 )
-from slipstream.generators.config import GeneratorsSection
+from slipstream.generators.config import GeneratorSettings, GeneratorsSection
 from slipstream.generators.versions.shadow_state import has_room
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.wire.models.fp8 import bytes_per_parameter
@@ -126,17 +126,18 @@ def shadow_bytes(memory: Sequence[MemoryPart]) -> float:
     return sum(part.num_bytes for part in memory if part.what == _SHADOW)
 
 
-def _adapters(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
-    """Return the places for versions of adapters on a rank of an engine, if it holds any."""
-    generators = config.generators
+def adapters_bytes(hf: HfConfig, generators: GeneratorSettings) -> float:
+    """Return the bytes of the adapters that one rank of an engine has room for.
+
+    It has places for all versions that it keeps and one more, of the largest rank.
+    """
     if not generators.lora.is_named:
-        return []
-    ranks, places = generators.generators.num_ranks, generators.num_kept_adapters + 1
+        return 0.0
+    ranks = generators.generators.num_ranks
     divided = LearnerSection(tensor_parallel=ranks, expert_tensor_parallel=ranks)
     count = adapter_parameters(hf, divided, generators.lora.facts(), 0).count
-    element = 4 if generators.generators.dtype == "float32" else 2
-    law = f"{element} N_a for each of {places} versions; N_a of the adapters on a rank"
-    return [MemoryPart("adapters", float(element * places * count), law)]
+    element = 4 if generators.dtype == "float32" else 2
+    return float(element * count * (generators.num_kept_adapters + 1))
 
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
@@ -156,10 +157,11 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - each * count, 0.0)
+    adapters = adapters_bytes(hf, config.generators)
+    pool = max(pool - adapters, 0.0)
     has_shadow = config.generators.keeps_shadow and has_room(each * count, free=pool)
     shadow = each * count if has_shadow else 0.0
-    adapters = _adapters(hf, config)
-    pool = max(pool - shadow - adapters[0].num_bytes, 0.0) if adapters else pool - shadow
+    pool -= shadow
     copies = kv_copies(hf, ranks // groups)
     element = generators.cache_bytes
     state = state_bytes(hf) * groups // ranks
@@ -172,6 +174,11 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     if state:
         law += f", and {state:,} of each sequence's recurrent state"
     sequences = pool / (per_token * longest + state)
+    kept = MemoryPart(
+        "versions of adapters",
+        adapters,
+        f"{config.generators.num_kept_adapters} + 1 places of rank {config.generators.lora.rank}",
+    )
     second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")
     return [
         MemoryPart(
@@ -187,7 +194,7 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             "bytes a token",
         ),
         *([second] if shadow else []),
-        *adapters,
+        *([kept] if adapters else []),
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,

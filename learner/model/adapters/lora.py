@@ -62,11 +62,29 @@ class HeldTensor:
 class LoraAdapters:
     """Adapters of a rank's part of a model, by the names of their layers' weights."""
 
-    def __init__(self, of: Mapping[str, _Adapted], facts: AdapterFacts) -> None:
-        """Take the adapters of ``add_adapters``."""
+    def __init__(
+        self, of: Mapping[str, _Adapted], facts: AdapterFacts, chunks: Sequence[torch.nn.Module]
+    ) -> None:
+        """Take the adapters of ``add_adapters``, which a model's ``chunks`` have now."""
         self._of = dict(of)
         self._adapters = list(dict.fromkeys(adapted.adapter for adapted in self._of.values()))
         self.facts = facts
+        self._chunks = chunks
+        self._layers = [
+            (layer, layer._modules[ADAPTER])
+            for chunk in chunks
+            for layer in chunk.modules()
+            if ADAPTER in layer._modules
+        ]
+
+    def attach(self) -> None:
+        """Give the layers these adapters, in place of another set's of the same weights.
+
+        A model has the parameters of the attached set alone. Other sets keep their values.
+        """
+        _detach(self._chunks)
+        for layer, adapter in self._layers:
+            layer.add_module(ADAPTER, adapter)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight with its adapter's addition; unchanged without an adapter."""
@@ -190,12 +208,14 @@ def peft_parameters(tensor: HfTensor, facts: AdapterFacts) -> tuple[Parameter, P
 def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankModel:
     """Freeze a model and give its layers adapters, which add nothing yet; return the model.
 
-    Values are the same in any layout: each A is drawn whole, from the seed and its name.
+    Values are the same in any layout: each A is drawn whole, from the seed and its name. Another
+    set of adapters of the same weights is detached.
 
     Raises:
         ConfigError: ``lora.targets`` names no layer of the model.
     """
     check_targets(model.hf_config, facts.targets)
+    _detach(model.chunks)
     model.requires_grad_(False)
     maker = _Maker(model, facts, seed)
     layers = {id(layer.weight): layer for layer in _linear_layers(model)}
@@ -226,8 +246,14 @@ def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankMod
             found[name] = _Adapted(adapter, parameter, number)
     if model.config.recompute_granularity is not None and model.first is not None:
         model.first.embedding.register_forward_hook(_with_gradient)
-    model.adapters = LoraAdapters(found, facts)
+    model.adapters = LoraAdapters(found, facts, model.chunks)
     return model
+
+
+def _detach(chunks: Sequence[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        for layer in list(chunk.modules()):
+            layer._modules.pop(ADAPTER, None)
 
 
 def _linear_layers(model: RankModel) -> Iterator[torch.nn.Module]:
@@ -290,8 +316,8 @@ def _adapted(
     output: Tensor | tuple[Tensor, Tensor | None] = type(layer).forward(
         layer, hidden, *args, **kwargs
     )
-    adapter = getattr(layer, ADAPTER)
-    if not adapter.is_on:
+    adapter = getattr(layer, ADAPTER, None)  # the attached set may have none for this layer
+    if adapter is None or not adapter.is_on:
         return output
     added: Tensor = adapter(hidden)
     return output + added if isinstance(output, Tensor) else (output[0] + added, output[1])

@@ -14,6 +14,13 @@ from slipstream.generators.environments.remote import messages as remote
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages import broker, codec
 from slipstream.wire.messages.bounds import Body, Several
+from slipstream.wire.messages.commands import (
+    Operation,
+    Outcome,
+    Sample,
+    WorkerAnswer,
+    WorkerRequest,
+)
 from slipstream.wire.messages.followers import ToFollower, ToLeader
 from slipstream.wire.messages.part_relays import HeadCommand, PartReport
 from slipstream.wire.messages.relay import RelayAnswer, RelayRequest
@@ -58,6 +65,11 @@ DECODERS: dict[Any, Callable[[bytes], object]] = {
     ToLeader: codec.decode_to_leader,
     ToFollower: codec.decode_to_follower,
     TrajectoryPayload: codec.decode_payload,
+    WorkerRequest: codec.decode_worker_request,
+    WorkerAnswer: codec.decode_worker_answer,
+    Operation: codec.decode_operation,
+    Sample: codec.decode_sample,
+    Outcome: codec.decode_outcome,
     Several[Body]: codec.decode_texts,
     Transcript: codec.decode_transcript,
     remote.ToServer: lambda data: remote.to_server([data]),
