@@ -45,7 +45,7 @@ from slipstream.wire.files.run_folder import (
     PAGE_STATE,
     TRAIL,
 )
-from slipstream.wire.process.gpus import gpus_of_host
+from slipstream.wire.gpus import gpus_of_host
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
 from slipstream.wire.process.run_until import run_until

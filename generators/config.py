@@ -12,11 +12,11 @@ from slipstream.generators.engine import ExpertLayers
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import AUTO, FALLBACK, TRANSPORTS, chosen
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.models.families.registry import FAMILIES
 from slipstream.wire.models.families.tables import Family
 from slipstream.wire.models.fp8 import quantization_trouble
 from slipstream.wire.models.hf_config import family_of, load_hf_config, text_keys
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.lora import LoraSection, lora_section, refuse_unshared
 from slipstream.wire.settings.rendezvous import parse_rendezvous

@@ -13,6 +13,7 @@ import msgspec
 
 from slipstream.broker.listening.health_port import serving
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.models.model_digests import short_digest
 from slipstream.wire.process.command_line import (
     add_health,
@@ -24,7 +25,6 @@ from slipstream.wire.process.command_line import (
     run_role,
     settings_arguments,
 )
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.device.report import ON_A_CPU, Report, run_stage
 from slipstream.learner.model.cuda_attention import flash_attn_varlen_func, taken_by
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 
 _PACKAGES = ("torch", "triton", "sglang", "megatron-core", "transformers", "msgspec", "pyzmq")
 _QUERY = "name,driver_version,memory.total,memory.used,clocks.max.sm,power.limit,mig.mode.current"

@@ -38,8 +38,8 @@ from slipstream.deploy.preflight.check.survey import survey
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.process.command_line import print_json
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.lora import publishing
 from slipstream.wire.settings.rendezvous import Address, parse_rendezvous

@@ -16,7 +16,7 @@ from slipstream.deploy.interop.render.slurm import JOB_FILE, render_slurm
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 
 EXAMPLES = """examples:

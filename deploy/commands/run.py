@@ -35,8 +35,8 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.live import TerminalView
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.process.command_line import EXIT_FAILED
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.load import section as load_section
 from slipstream.wire.settings.lora import publishing

@@ -19,7 +19,7 @@ from slipstream.deploy.config import RunConfig, write_resolved
 from slipstream.deploy.launch.plan import RolePlan, key_role, kind_of, plan_roles
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 
 _BROKER_PORT, _WEIGHTS_PORT, _RENDEZVOUS_PORT = 5555, 5600, 29400
 _OF_A_HOST = ("run.broker=", "run.key_file=")  # settings that only hosts after the first need

@@ -13,7 +13,7 @@ from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_d
 from slipstream.deploy.launch.session import SessionView, run_in_folder
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.wire.files.run_folder import SETTINGS
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.processes import is_locked
 from slipstream.wire.settings.sections import RunSection, relay_lock

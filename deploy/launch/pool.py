@@ -33,9 +33,9 @@ from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from slipstream.wire.files.learner_end import forget_learner_end, read_learner_end
 from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import EXIT_FAILED
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.patience import Patience
 from slipstream.wire.process.processes import last_lines, locked
 from slipstream.wire.settings.tenants import Tenant

@@ -23,7 +23,7 @@ from slipstream.learner.config import learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.process.processes import locked
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import EvalSection

@@ -106,6 +106,10 @@ all experts of a layer in one tensor if it has them so. A router's bias
 (`e_score_correction_bias`) and the decays of linear attention (`A_log`) are loaded, published and
 exported in float32 and never change.
 
+Adapters (`lora.rank`) can be of every linear layer of every family:
+[lora.md](lora.md#targets-of-each-family) has the names, and which of them engines hold next to the
+weights.
+
 Keys that change nothing here: {ignored}. Of one family: {ignored_of_families}.
 """
 _SHELF = """## Models by name

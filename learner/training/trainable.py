@@ -39,6 +39,7 @@ from slipstream.learner.training.optimizer import (
 )
 from slipstream.learner.training.passes import Head, ModelPasses
 from slipstream.learner.training.replicas import Replicas
+from slipstream.learner.training.step_counts import share_steps
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RoutingReplay
 
@@ -195,6 +196,7 @@ class Trainable(Head[Output]):
         self.model.load_state_dict(state["model"], self.prefix)
         groups = self._optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        share_steps(state["optimizer"])
         self._optimizer.load_state_dict(state["optimizer"])
         for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(ours)

@@ -182,6 +182,7 @@ PARTS = {
         "learner.expert_tensor_parallel=2",
     ),
     "ep2": ("learner.ranks=2", "learner.expert_parallel=2"),
+    "pp2": ("learner.ranks=2", "learner.pipeline_parallel=2"),
     "one": (),
 }
 
@@ -192,7 +193,11 @@ PARTS = {
         ("deepseek_v3", "etp2", "ep2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("gpt_oss", "ep2", "one"), ("qwen3_5_moe", "etp2", "one")]
+            for case in [
+                ("gpt_oss", "ep2", "one"),
+                ("qwen3_5_moe", "etp2", "one"),
+                ("deepseek_v3", "pp2", "ep2"),  # the first stage has no experts
+            ]
         ),
     ],
 )

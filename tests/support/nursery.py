@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.process.processes import bound_to_me
 from slipstream.wire.process.stopping import STOP_SIGNALS
 

@@ -20,12 +20,12 @@ import xxhash
 from slipstream.weightbus.version.gpu_hash import HostTiles, Tiles, TileSums, joined_hash, tile_sums
 from slipstream.weightbus.version.tensor_bits import Bits, Tensors, bits_of
 from slipstream.wire.errors import PublishError
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
 from slipstream.wire.messages.part_relays import HashPart
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.families.registry import EngineTensor, checksum_name, engine_tensor
 from slipstream.wire.models.families.tables import EMBEDDING, HF_TOWER, OUTPUT_LAYER
-from slipstream.wire.process.gpus import usable_gpus
 
 Piece: TypeAlias = tuple[EngineTensor, str]  # place of one of our tensors, and its name
 _ROWS_AT_A_TIME = 256

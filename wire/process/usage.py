@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.wire.process.gpus import gpus_of_host
+from slipstream.wire.gpus import gpus_of_host
 
 _log = logging.getLogger(__name__)
 _PROC = Path("/proc")

@@ -6,10 +6,10 @@ from typing import Literal
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.models.adapters import AdapterFacts
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.models.served_adapters import trouble_next_to_weights
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import Positive, RunSection, model_folder
 

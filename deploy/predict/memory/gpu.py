@@ -129,12 +129,13 @@ def shadow_bytes(memory: Sequence[MemoryPart]) -> float:
 def adapters_bytes(hf: HfConfig, generators: GeneratorSettings) -> float:
     """Return the bytes of the adapters that one rank of an engine has room for.
 
-    It has places for all versions that it keeps and one more, of the largest rank, as if no matrix
-    were split over ranks.
+    It has places for all versions that it keeps and one more, of the largest rank.
     """
     if not generators.lora.is_named:
         return 0.0
-    count = adapter_parameters(hf, LearnerSection(), generators.lora.facts(), 0).count
+    ranks = generators.generators.num_ranks
+    divided = LearnerSection(tensor_parallel=ranks, expert_tensor_parallel=ranks)
+    count = adapter_parameters(hf, divided, generators.lora.facts(), 0).count
     element = 4 if generators.dtype == "float32" else 2
     return float(element * count * (generators.num_kept_adapters + 1))
 

@@ -11,7 +11,7 @@ import psutil
 from slipstream.deploy.predict.memory.gpu import GIB
 from slipstream.deploy.predict.memory.learner_rank import MemoryPart
 from slipstream.deploy.preflight.check.facts import Fact, fail, ok, warn
-from slipstream.wire.process.gpus import usable_gpus
+from slipstream.wire.gpus import usable_gpus
 
 _SHARED = Path("/dev/shm")  # noqa: S108 the kernel's shared memory
 _QUERY = "index,uuid,name,memory.total,memory.free,driver_version"

@@ -57,10 +57,10 @@ from slipstream.deploy.preflight.check.store import observe_store
 from slipstream.deploy.preflight.check.trial import observe_data, observe_prompt, observe_reward
 from slipstream.learner.model.division import refuse_policy, with_vision
 from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.models.hf_config import HfConfig, load_hf_config
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED
 from slipstream.wire.process.extras import missing_library
-from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.sections import model_folder
 
 _MODEL_SETTINGS = (

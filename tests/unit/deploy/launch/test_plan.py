@@ -181,6 +181,28 @@ def test_a_larger_gpu_has_more_cache_and_no_other_weights(tmp_path: Path):
     assert cache[1].num_bytes - cache[0].num_bytes == pytest.approx(share * 10 * 2**30)
 
 
+def test_versions_of_adapters_take_their_places_from_the_cache(tmp_path: Path):
+    settings = (
+        "generators.shadow=false",
+        "run.max_staleness_steps=1",
+        "generators.sglang.tp_size=2",
+    )
+    plain = config_of("qwen3-8b-16gpu", tmp_path, *settings)
+    named = config_of("qwen3-8b-16gpu", tmp_path, *settings, "lora.rank=16")
+    hf = load_hf_config(tmp_path)
+    parts = {part.what: part.num_bytes for part in generator_memory(hf, named)}
+    hidden, inner, queries, keys = 4096, 12288, 4096, 1024
+    of_attention = 3 * hidden + queries // 2 + 2 * keys // 2 + queries // 2 + hidden
+    of_mlp = 2 * (hidden + inner // 2) + inner // 2 + hidden
+    # Versions 0 and 1 steps old, and a place for answers without one; A and B of a rank of two.
+    element = 4 if named.generators.dtype == "float32" else 2
+    assert parts["versions of adapters"] == element * 3 * 36 * 16 * (of_attention + of_mlp)
+    cache = generator_memory(hf, named)[1].num_bytes
+    assert generator_memory(hf, plain)[1].num_bytes - cache == parts["versions of adapters"]
+    merged = config_of("qwen3-8b-16gpu", tmp_path, *settings, "lora.rank=16", "lora.publish=merged")
+    assert generator_memory(hf, merged) == generator_memory(hf, plain)
+
+
 def test_an_engine_keeps_a_second_copy_where_the_cache_keeps_three_quarters(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path, "deploy.share_gpus=false")
     hf = load_hf_config(tmp_path)

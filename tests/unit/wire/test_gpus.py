@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.wire.process import gpus
+from slipstream.wire import gpus
 
 HOST = {"0": "GPU-aa11", "1": "GPU-aa22", "2": "GPU-bb33"}
 LISTED = """\
