@@ -1,7 +1,8 @@
 """Several tenants in one learner and one pool of engines, with every role real."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,16 @@ TENANTS = {
 }
 
 
-def as_pool(folder: Path) -> None:
-    """Write the settings of three tenants, and a model whose MLP SGLang does not pad."""
+def as_pool(folder: Path, names: Iterable[str] = TENANTS) -> None:
+    """Write the settings of some tenants, and a model whose MLP SGLang does not pad."""
     write_blank_model(folder / "model", hidden=128, layers=2)
     write_random_weights(folder / "model", scale=0.1, seed=3)
     (folder / "poison.py").write_text(POISON)
     problems = [{"prompt": f"1{number}+24=", "ground_truth": "1"} for number in range(2)]
     (folder / "few.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
     tables = ""
-    for name, text in TENANTS.items():
-        (folder / f"{name}.toml").write_text(text % {"folder": folder})
+    for name in names:
+        (folder / f"{name}.toml").write_text(TENANTS[name] % {"folder": folder})
         tables += f'[tenants.{name}]\nsettings = "{folder / name}.toml"\n'
     (folder / "run.toml").write_text(tables)
 
@@ -122,3 +123,41 @@ def _replayed(run: Path, folder: Path) -> dict[str, bytes]:
     done = python("-m", "slipstream.learner.main", *words)
     assert done.returncode == 0, done.stderr
     return adapters(folder / run.name)
+
+
+# A pool's loop is above; kills of a run's roles: tests/e2e/test_crashes.py; resumption: unit tests.
+@pytest.mark.slow
+def test_a_pool_outlives_its_learner_and_generator_and_resumes_after_a_stop(inputs: Path):
+    settings = {
+        "run.steps": 8,
+        "lora.rank": 4,
+        "learner.lr": 1e-2,
+        "checkpoint.every_steps": 2,
+        "checkpoint.export_at_end": False,
+    }
+    tenants = ("digits", "few")
+    run = TinyRun(inputs, settings, before=partial(as_pool, names=tenants))
+    rows = [run.folder / "tenants" / name / "metrics.jsonl" for name in tenants]
+
+    def have_stepped(steps: int) -> bool:
+        return all(file.exists() and len(rows_of(file)) >= steps for file in rows)
+
+    for words, steps in (("slipstream.learner.main", 2), ("slipstream.generators.main", 3)):
+        run.wait_until(lambda: have_stepped(steps), f"step {steps} of every tenant")  # noqa: B023
+        process = run.process_with(words)
+        assert process is not None
+        process.kill()
+    run.wait_until(lambda: have_stepped(5), "step 5 of every tenant")
+    run.process.terminate()
+    assert run.wait() == 143, run.output
+    again = TinyRun(
+        inputs, settings, options=("--resume", "auto"), before=partial(as_pool, names=tenants)
+    )
+    assert again.wait() == 0, again.output
+    for name in tenants:
+        folder = again.folder / "tenants" / name
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["steps"] == 12  # one may have been there when it was stopped
+        assert summary["equation"]["unaccounted"] == 0
+        assert max(apart for lag, apart in differences_in(folder) if lag == 0) < SAME
+    again.assert_nothing_left()
