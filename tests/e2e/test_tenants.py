@@ -129,7 +129,7 @@ def _replayed(run: Path, folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_a_pool_outlives_its_learner_and_generator_and_resumes_after_a_stop(inputs: Path):
     settings = {
-        "run.steps": 8,
+        "run.steps": 12,
         "lora.rank": 4,
         "learner.lr": 1e-2,
         "checkpoint.every_steps": 2,
