@@ -21,11 +21,11 @@ import msgspec
 
 from slipstream.broker.commands.refusals import RequestRefusedError
 from slipstream.wire.messages.codec import decode_outcome, decode_sample, encode
-from slipstream.wire.messages.commands import Failed, LoraSpec, Outcome, Sampled, Saved
+from slipstream.wire.messages.commands import CommandFailed, LoraSpec, Outcome, Sampled, Saved
 from slipstream.wire.settings.serve import ServeSection
 
 Kind = Literal["create", "forward", "backward", "step", "save", "sample"]
-GRACE_S = 600.0  # for which a fetched result is kept: its answer may not have arrived
+GRACE_S = 600.0  # a fetched result is kept for so long: its answer may not have arrived
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, key TEXT NOT NULL, info BLOB NOT NULL,
@@ -203,7 +203,7 @@ class CommandLog:
         self._db.execute(f"UPDATE {table} SET ended = ? WHERE id = ?", (reason, target))  # noqa: S608 ours
         query = "SELECT no FROM commands WHERE target = ? AND done IS NULL"
         for row in self._db.execute(query, (target,)).fetchall():
-            self._finish(row["no"], Failed(reason=reason, category="user"), now=now)
+            self._finish(row["no"], CommandFailed(reason=reason, category="user"), now=now)
         self._db.execute(
             "UPDATE commands SET body = NULL, bytes = iif(fetched IS NULL, length(outcome), 0)"
             " WHERE target = ? AND body IS NOT NULL",
@@ -216,7 +216,7 @@ class CommandLog:
         """Accept the command that makes a model; return its future.
 
         Raises:
-            RequestRefusedError: the session is none of the tenant's, or a quota is full.
+            RequestRefusedError: the tenant has no such session, or a quota is full.
         """
         with self._transaction() as db:
             if (known := self._known(ask)) is not None:
@@ -242,7 +242,7 @@ class CommandLog:
         A repetition returns the future of the first.
 
         Raises:
-            RequestRefusedError: model or sampler are none of the tenant's, another command has the
+            RequestRefusedError: the tenant has no such model or sampler, another command has the
                 number, or a quota is full.
         """
         with self._transaction() as db:
@@ -258,7 +258,7 @@ class CommandLog:
     def refuse(self, ask: Ask, reason: str, *, now: float) -> None:
         """Give a refused command its place in the order, so that those behind it are carried out.
 
-        Nothing happens where the number is taken, or the model is none of the tenant's.
+        Nothing happens where the number is taken, or the tenant has no such model.
         """
         with self._transaction():
             try:
@@ -268,7 +268,7 @@ class CommandLog:
             if known is None:
                 self._insert(ask, now=now)
                 no = self._number("SELECT no FROM commands WHERE id = ?", _id(ask))
-                self._finish(no, Failed(reason=reason, category="user"), now=now)
+                self._finish(no, CommandFailed(reason=reason, category="user"), now=now)
 
     def _known(self, ask: Ask) -> str | None:
         """Return the future of an equal command that is there already."""
@@ -378,7 +378,7 @@ class CommandLog:
                 )
 
     def cancel(self, tenant: str, request: str, *, now: float) -> None:
-        """End a sample that nobody waits for any more."""
+        """End a sample that is not wanted any more."""
         with self._transaction():
             row = self._one(
                 "SELECT no FROM commands WHERE id = ? AND tenant = ? AND kind = 'sample'"
@@ -387,7 +387,7 @@ class CommandLog:
                 tenant,
             )
             if row is not None:
-                self._finish(row["no"], Failed(reason="cancelled", category="user"), now=now)
+                self._finish(row["no"], CommandFailed(reason="cancelled", category="user"), now=now)
 
     def completions(
         self, tenant: str, sampler: str, clone: int, cursor: int, *, block: int
@@ -404,7 +404,7 @@ class CommandLog:
         found = []
         for row in rows:
             data = row["outcome"] or b""
-            failed = not data or isinstance(decode_outcome(data), Failed)
+            failed = not data or isinstance(decode_outcome(data), CommandFailed)
             found.append((int(row["done_no"]), str(row["id"]), failed, len(data)))
         return found
 
@@ -435,7 +435,7 @@ class CommandLog:
         """Make a sampler of a version, or of the base model with an empty path.
 
         Raises:
-            RequestRefusedError: session or path are none of the tenant's.
+            RequestRefusedError: the tenant has no such session or path.
         """
         with self._transaction() as db:
             self._session(tenant, session)
@@ -468,7 +468,7 @@ class CommandLog:
         """Return a checkpoint of the tenant's; ``kind`` is the one that is wanted.
 
         Raises:
-            RequestRefusedError: there is none.
+            RequestRefusedError: the tenant has no such checkpoint.
         """
         row = self._checkpoint(tenant, path, kind, now=now)
         return row, msgspec.msgpack.decode(row["spec"], type=LoraSpec)
@@ -552,7 +552,7 @@ class CommandLog:
                 return
             if row["done"] is None:
                 self._finish(row["no"], outcome, now=now)
-                if number == 0 and isinstance(outcome, Failed):
+                if number == 0 and isinstance(outcome, CommandFailed):
                     self._end("models", model, outcome.reason, now=now)
             db.execute("UPDATE models SET applied = max(applied, ?) WHERE id = ?", (applied, model))
             db.execute(
@@ -605,7 +605,7 @@ class CommandLog:
         row = self._one("SELECT * FROM commands WHERE no = ?", no)
         if row is None:
             return
-        keeps_body = row["kind"] == "backward" and not isinstance(outcome, Failed)
+        keeps_body = row["kind"] == "backward" and not isinstance(outcome, CommandFailed)
         size = len(data) + (len(row["body"] or b"") if keeps_body else 0)
         self._db.execute(
             "UPDATE commands SET outcome = ?, done = ?, bytes = ?, body = iif(?, body, NULL),"
@@ -636,7 +636,7 @@ class CommandLog:
             )
 
     def expire(self, *, now: float) -> bool:
-        """Forget what nobody wants any more: old results, silent sessions, old checkpoints.
+        """Forget what is not wanted any more: old results, silent sessions, old checkpoints.
 
         Returns:
             True if commands that wait have failed.

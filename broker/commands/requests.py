@@ -40,17 +40,17 @@ _WHY_NOT = {
 }
 _MOST_TEXT = 4096  # characters of a text that ends an answer
 _MOST_STOPS = 64
-_MOST_ANSWERS = 4096  # of one sample
+_MOST_ANSWERS = 4096  # answers of one sample
 _MOST_TOP = 1024
 _MOST_TARGETS = 1 << 22  # targets of a datum
-_SECONDS = (3600, 315_360_000)  # of a checkpoint's life: an hour to ten years
+_SECONDS = (3600, 315_360_000)  # life of a checkpoint: an hour to ten years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model that all tenants train."""
 
-    name: str  # as tenants name it: run.model
+    name: str  # name that tenants use: run.model
     vocab_size: int
     longest: int  # tokens of a sequence
     lora: LoraSection  # the greatest rank, and the layers that may have adapters
@@ -181,13 +181,13 @@ class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
 
 
-class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt."""
 
     chunks: list[TextChunk]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class DrawingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is drawn."""
 
     max_tokens: int | None = None
@@ -201,8 +201,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRequest(_Request, frozen=True, kw_only=True):
     """Draw answers to a prompt."""
 
-    prompt: ModelInput
-    sampling_params: SamplingParams
+    prompt: PromptBody
+    sampling_params: DrawingParams
     sampling_session_id: str
     seq_id: int
     num_samples: int = 1
@@ -257,7 +257,7 @@ def read(body: bytes, kind: type[R]) -> R:
     """Return a request in JSON.
 
     Raises:
-        RequestRefusedError: it is none, or has a field that this server does not know.
+        RequestRefusedError: it is not one, or has a field that this server does not know.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -471,7 +471,7 @@ def name_of_save(asked: SaveWeightsRequest) -> str:
     """Return the name under which weights are saved; empty for those of a new sampler alone.
 
     Raises:
-        RequestRefusedError: it is no name, or the time of life is none.
+        RequestRefusedError: it is no name, or no time of life.
     """
     name, ttl = asked.path, asked.ttl_seconds
     if ttl is not None and not _SECONDS[0] <= ttl <= _SECONDS[1]:
@@ -495,7 +495,7 @@ def sample_of(asked: SampleRequest, version: str, model: ServedModel) -> Sample:
     """Return the command for an engine.
 
     Raises:
-        RequestRefusedError: the prompt is none of this model's, or something is asked for that
+        RequestRefusedError: the prompt is not for this model, or something is asked for that
             engines here do not give.
     """
     for name, is_set in (

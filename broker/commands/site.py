@@ -26,8 +26,8 @@ from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.http import HttpServer
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.commands import (
+    CommandFailed,
     CreateModel,
-    Failed,
     LoadWeights,
     LoraSpec,
     Losses,
@@ -39,8 +39,8 @@ from slipstream.wire.messages.commands import (
 
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
-_WAIT_S = 25.0  # for a result; the SDK gives up after 45 s
-_CALLS = 512  # of a tenant at a time
+_WAIT_S = 25.0  # wait for a result; the SDK gives up after 45 s
+_CALLS = 512  # calls of a tenant at a time
 _CLONES = 1_000_000_000  # numbers of each copy of a sampling client
 _SHARE = 1 / 2  # part of all descriptors that tenants may use
 _PROTOBUF = "application/x-protobuf"
@@ -68,7 +68,9 @@ class CommandSite:
         self._waiters = waiters
         self._keys = keys
         self._model = model
-        self._fetched: dict[str, set[str]] = {}  # by tenant, to be noted with the next clean-up
+        self._fetched: dict[
+            str, set[str]
+        ] = {}  # results by tenant, to be noted with the next clean-up
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_in_sdks_form])
         for path, handler in {
             "client/config": self._client_config,
@@ -537,7 +539,7 @@ def _answer(future: Future) -> web.StreamResponse:
     """Return the outcome of a command as the SDK reads it."""
     details = future.details
     match future.outcome:
-        case Failed(reason=reason, category=category):
+        case CommandFailed(reason=reason, category=category):
             return web.json_response({"error": reason, "category": category})
         case Losses() as losses:
             return web.Response(body=write_losses(losses), content_type=_PROTOBUF)

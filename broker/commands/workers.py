@@ -1,7 +1,7 @@
 """Answers the learner and the engines of a command server, over ZeroMQ.
 
-Who holds which sample is in memory alone: a generator names those it has whenever it asks, and
-whoever is silent loses them. Samples may be drawn twice then, and count once.
+The holders of samples are known in memory alone: a generator names those it has whenever it asks,
+and loses them when it is silent. Samples may be drawn twice then, and count once.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from slipstream.wire.models.adapters import CONFIG, TENSORS
 from slipstream.wire.settings.serve import ServedPlaces
 
 _log = logging.getLogger(__name__)
-_SILENCE_S = 20.0  # of a generator, after which others get its samples
+_SILENCE_S = 20.0  # silence of a generator, after which others get its samples
 _LONGEST_WAIT_S = 10.0
 _ROLES = {TakeCommand: "learner", ReportCommand: "learner"}  # the others are of generators
 Answered = tuple[WorkerAnswer, list[Frame]]

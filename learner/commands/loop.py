@@ -32,7 +32,7 @@ from slipstream.wire.settings.sections import RunSection
 from slipstream.wire.settings.serve import ServedPlaces
 
 _log = logging.getLogger(__name__)
-_WAIT_S = 5.0  # for a command
+_WAIT_S = 5.0  # wait for a command
 _LOOK_S = 0.2  # between two looks whether a stop is requested
 
 

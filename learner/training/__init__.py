@@ -2,5 +2,6 @@
 
 Takes packed batches, returns figures; the package batches makes batches.
 Imported by deploy.config, deploy.predict.size, deploy.preflight, learner.checkpoints,
-learner.commands, learner.launch, learner.loop, learner.main, learner.starting_policy and learner.tools.
+learner.commands, learner.launch, learner.loop, learner.main, learner.starting_policy and
+learner.tools.
 """

@@ -53,7 +53,7 @@ class ServedPlaces:
         self.folder = run.folder / "serve"
         self.log = self.folder / "commands.db"
         self.address = self.folder / "address.txt"
-        self.states = self.folder / "states"  # of each model as it is, by the learner
+        self.states = self.folder / "states"  # state of each model as it is, by the learner
         self.weights = self.folder / "weights"  # checkpoints with their optimizers, by digest
         self.versions = self.folder / "versions"  # PEFT folders, by digest
 

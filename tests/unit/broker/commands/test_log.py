@@ -9,7 +9,7 @@ from slipstream.broker.commands.log import GRACE_S, Ask, CommandLog, SaveDetails
 from slipstream.broker.commands.refusals import RequestRefusedError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.commands import (
-    Failed,
+    CommandFailed,
     Losses,
     Made,
     Sample,
@@ -113,7 +113,7 @@ def test_a_session_without_a_sign_of_life_ends_with_its_models():
     assert not log.expire(now=149.0)
     assert log.expire(now=151.0)
     outcome = log.future("alice", "m:2").outcome
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, CommandFailed)
     assert "gave no sign of life for 100 s" in outcome.reason
     assert "has ended" in refused(410, log.touch, "alice", "s-alice", now=152.0)
     assert "has ended" in refused(410, log.accept, ask("m", 1, "step"), now=152.0)
@@ -129,7 +129,7 @@ def test_a_model_whose_state_was_lost_ends():
     log.report("m", 1, Made(), applied=1, now=1.0)
     assert log.next_command({"m": 0}, now=2.0) is None
     outcome = log.future("alice", "m:2").outcome
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, CommandFailed)
     assert "lost its state" in outcome.reason
 
 
@@ -161,7 +161,7 @@ def test_samples_go_to_who_asks_and_count_once():
     assert [name for name, _ in log.waiting_samples((), 2)] == ["q:0", "b:0"], "in turns"
     assert [name for name, _ in log.waiting_samples(["q:0", "b:0"], 9)] == ["q:1", "q:2"]
     log.report_sample("q:0", answered(), now=1.0)
-    log.report_sample("q:0", Failed(reason="late", category="server"), now=2.0)
+    log.report_sample("q:0", CommandFailed(reason="late", category="server"), now=2.0)
     assert log.future("alice", "q:0").outcome == answered()
     with pytest.raises(ValueError, match="is of ab, not of "):
         log.report_sample("q:1", answered("ab"), now=2.0)
