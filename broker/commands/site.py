@@ -326,12 +326,14 @@ class CommandSite:
             ttl_s=asked.ttl_seconds,
             info=asked.user_metadata or {},
         )
+        # The SDK numbers samplers anew when it repeats a request: the first number counts.
+        same = msgspec.structs.replace(asked, sampling_session_seq_id=int(bool(sampler)))
         return await self._accepted(
             tenant,
             asked.model_id,
             asked.seq_id,
             "save",
-            body,
+            msgspec.json.encode((kind, same)),
             encode(SaveWeights(kind=kind)),
             reason=reason,
             details=details,

@@ -35,11 +35,11 @@ _MODULES: dict[Role, str] = {
 class Served:
     """The roles of one run folder."""
 
-    def __init__(self, folder: Path, **settings: Mapping[str, Any]) -> None:
-        """Write a model and settings, with other ones by section; ``start`` starts a role."""
+    def __init__(self, folder: Path, model: str = "", **settings: Mapping[str, Any]) -> None:
+        """Write settings, with other ones by section, and a model unless one is named."""
         self.folder = folder
-        self.model = folder / "model"
-        if not self.model.exists():
+        self.model = Path(model) if model else folder / "model"  # from where roles start
+        if not model and not self.model.exists():
             write_blank_model(self.model, hidden=128, layers=2)
             write_random_weights(self.model, scale=0.1, seed=3)
         self.settings = folder / "serve.toml"
@@ -79,6 +79,7 @@ class Served:
                 self.address.unlink(missing_ok=True)
             log = (self.folder / f"{role}.log").open("ab")
             how: dict[str, Any] = {"stdout": log, "stderr": log, "env": _environment()}
+            how["cwd"] = self.folder
             with log:
                 if role == "learner":
                     self.processes[role] = nursery.start(words, anew=False, **how)
@@ -172,9 +173,11 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, *roles: Role, **settings: Mapping[str, Any]) -> Iterator[Served]:
-    """Serve while the block runs."""
-    served = Served(folder, **settings)
+def serving(
+    folder: Path, *roles: Role, model: str = "", **settings: Mapping[str, Any]
+) -> Iterator[Served]:
+    """Serve while the block runs; a ``model`` is named by its place in the folder."""
+    served = Served(folder, model, **settings)
     try:
         served.start(*roles)
         yield served
