@@ -1,6 +1,7 @@
 """The settings of a run as a whole: every section decoded, every cross-check made."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +17,20 @@ from slipstream.deploy.targets import (
     SlurmTable,
 )
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.config import LearnerSettings, learner_settings, learner_tenants
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.fetched import content_hash, is_fetched
 from slipstream.wire.files.remote import is_url
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.load import Section, Table, section, to_table
-from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
+from slipstream.wire.settings.sections import (
+    AtLeast0,
+    LoggingSection,
+    Positive,
+    RunSection,
+    run_section,
+)
+from slipstream.wire.settings.tenants import Tenant, tenants_of
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
@@ -79,6 +87,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     generators: GeneratorSettings
     learner: LearnerSettings
     deploy: DeploySection
+    tenants: tuple[Tenant["RunConfig"], ...] = ()  # runs that share learner and engines
 
     @property
     def run(self) -> RunSection:
@@ -100,14 +109,19 @@ def run_config(table: Table) -> RunConfig:
     Raises:
         ConfigError: naming the setting.
     """
+    tenants = tenants_of(table, run_config)
+    learner_tenants(table)  # its checks
     config = RunConfig(
         table=table,
-        broker=broker_settings(table),
+        broker=_broker_of(table, tenants),
         generators=generator_settings(table),
         learner=learner_settings(table),
         deploy=section(table, "deploy", DeploySection),
+        tenants=tenants,
     )
     _refuse_deploy(config)
+    if tenants:
+        return config
     if config.learner.checkpoint.keep_best and not config.broker.eval.enabled:
         raise ConfigError(
             "checkpoint.keep_best needs held-out problems: set eval.file or eval.sets"
@@ -134,6 +148,16 @@ def run_config(table: Table) -> RunConfig:
             f"{config.learner.learner.max_tokens_per_microbatch}"
         )
     return config
+
+
+def _broker_of(table: Table, tenants: Sequence[Tenant[RunConfig]]) -> BrokerSettings:
+    """Return the broker's settings; a pool has none but those of its tenants."""
+    if not tenants:
+        return broker_settings(table)
+    first = tenants[0].settings.broker
+    return msgspec.structs.replace(
+        first, run=run_section(table), logging=section(table, "logging", LoggingSection)
+    )
 
 
 def _refuse_deploy(config: RunConfig) -> None:
@@ -227,9 +251,31 @@ def nearest_folder(path: Path) -> Path:
     return folder
 
 
-def write_resolved(config: RunConfig, path: Path) -> None:
-    """Write every setting of the run with its value; secrets are not settings."""
-    replace_file(path, resolved_text(config).encode())
+def write_resolved(
+    config: RunConfig, path: Path, *, tenants: Mapping[str, Table] | None = None
+) -> None:
+    """Write every setting of the run with its value; secrets are not settings.
+
+    Of a pool, what its ``tenants`` share, and the tables that name these.
+    """
+    text = resolved_text(config) if tenants is None else _pool_text(config, tenants)
+    replace_file(path, text.encode())
+
+
+def _pool_text(config: RunConfig, tenants: Mapping[str, Table]) -> str:
+    learner = config.learner
+    shared = {
+        "run": to_table(config.run),
+        "sampling": to_table(learner.sampling),
+        "generators": to_table(config.generators.generators),
+        "weightbus": to_table(config.generators.weightbus),
+        "learner": to_table(learner.learner),
+        "profile": to_table(learner.profile),
+        "logging": to_table(config.broker.logging),
+        "deploy": to_table(config.deploy),
+        "tenants": tenants,
+    }
+    return tomli_w.dumps(shared)
 
 
 def resolved_text(config: RunConfig) -> str:

@@ -32,6 +32,7 @@ from slipstream.wire.settings.sections import (
     run_section,
 )
 from slipstream.wire.settings.serve import serve_section, serves
+from slipstream.wire.settings.tenants import Tenant, tenants_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -99,7 +100,6 @@ _FP8_KERNELS = "fp8_gemm_runner_backend"
 _DENSE_LAYERS = "first_k_dense_replace"  # number of first layers without experts, in config.json
 _FEWEST_KEPT = 2  # tokens that sampling.top_k must keep
 _MAX_GENERATORS = 10_000  # served by one relay
-_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _MAX_STOPS = 32  # SGLang's limit
 
 
@@ -194,6 +194,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     hidden: tuple[Path, ...]  # paths that a reward function must not see
     lora: LoraSection = LoraSection()
     environment: EnvironmentSection = EnvironmentSection()
+    tenants: tuple[Tenant["GeneratorSettings"], ...] = ()  # runs that share the engine
     served_adapters: int = 0  # serve.adapters, of a command server's generator
 
     @property
@@ -229,7 +230,9 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_probe_sequences(self) -> int:
         """Sequences that the engine computes in addition to its answers."""
-        return self.weightbus.probe_sequences if self.weightbus.probe_every else 0
+        if not self.weightbus.probe_every:
+            return 0
+        return self.weightbus.probe_sequences * max(1, len(self.tenants))
 
     @property
     def transport(self) -> str:
@@ -245,6 +248,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_kept_adapters(self) -> int:
         """Number of newest adapter versions that an engine keeps, even without uses."""
+        if self.tenants:
+            return sum(tenant.settings.num_kept_adapters for tenant in self.tenants)
         return self.served_adapters or self.run.staleness_bound + 1
 
     @property
@@ -299,7 +304,42 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generator_settings(table: Table) -> GeneratorSettings:
-    """Decode and check the generators' sections."""
+    """Decode and check the generators' sections; for a pool, also those of its tenants."""
+    return _for_tenants(_run_settings(table), tenants_of(table, _tenant_settings))
+
+
+def _tenant_settings(table: Table) -> GeneratorSettings:
+    settings = _run_settings(table)
+    if not settings.lora.is_named:
+        raise ConfigError(
+            "a tenant's engine holds its adapters: set lora.rank, and leave lora.publish at "
+            '"named"'
+        )
+    return settings
+
+
+def _for_tenants(
+    pool: GeneratorSettings, tenants: tuple[Tenant[GeneratorSettings], ...]
+) -> GeneratorSettings:
+    """Return the settings of an engine that has room for what every tenant needs."""
+    if not tenants:
+        return pool
+    runs = [tenant.settings for tenant in tenants]
+    targets = {target for run in runs for target in run.lora.targets}
+    replace = msgspec.structs.replace
+    kept = max(run.sampling.max_kept_tokens for run in runs)
+    widest = max(runs, key=lambda run: run.lora.rank or 0).lora
+    acting = [run.environment for run in runs if run.environment.is_named]
+    return replace(
+        pool,
+        tenants=tenants,
+        lora=replace(widest, targets=tuple(sorted(targets))),
+        sampling=replace(pool.sampling, max_kept_tokens=kept),
+        environment=acting[0] if acting else pool.environment,
+    )
+
+
+def _run_settings(table: Table) -> GeneratorSettings:
     settings = GeneratorSettings(
         run=run_section(table),
         data=section(table, "data", DataSection),
@@ -340,7 +380,6 @@ def generator_settings(table: Table) -> GeneratorSettings:
         )
     _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
     config = _model_config(folder)
-    _check_adapters(settings, config)
     _check_ranks(settings.generators.sglang, config)
     _check_precision(settings, folder)
     _check_tower(config)
@@ -396,33 +435,6 @@ def _check_tower(config: Mapping[str, object]) -> None:
         raise ConfigError(
             "run.model is quantized, and an engine of such a model begins with made-up weights, "
             "its vision tower included: take the folder that is not"
-        )
-
-
-def _check_adapters(settings: GeneratorSettings, config: Mapping[str, object]) -> None:
-    """Refuse settings that do not fit versions that are adapters."""
-    if not settings.lora.is_named:
-        return
-    for name in ("attn_dp_size", "ep_size"):
-        groups = settings.generators.sglang.get(name, 1)
-        if groups != 1:
-            raise ConfigError(
-                f"generators.sglang.{name} must be 1 with lora.rank, got {groups}: adapters are "
-                f'loaded into one group of ranks; leave it out, or set lora.publish = "merged"'
-            )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "run.model is quantized, and an engine of such a model begins with made-up weights, "
-            'to which adapters cannot be added: set lora.publish = "merged"'
-        )
-    inner, multiple = config.get("intermediate_size"), 32 * settings.generators.num_ranks
-    over_mlp = [target for target in settings.lora.targets if target in _OF_MLP]
-    if settings.device == "cpu" and over_mlp and isinstance(inner, int) and inner % multiple:
-        raise ConfigError(
-            f"lora.targets names {', '.join(over_mlp)}, and intermediate_size = {inner} of "
-            f"run.model is no multiple of {multiple}: SGLang on a CPU pads such an MLP and has no "
-            "place for adapters of it (lora/mem_pool.py:908); leave them out, or set "
-            'lora.publish = "merged"'
         )
 
 

@@ -1,10 +1,12 @@
 """Builds one generator from its settings and runs it until it is done or stopped."""
 
 import asyncio
+import functools
 import logging
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +17,14 @@ from slipstream.broker.images import ImageFetcher, LocalImages
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes.lanes import lanes_of
+from slipstream.generators.lanes.lanes import Lanes, lanes_of, largest_group
+from slipstream.generators.lanes.shares import SharedLanes
 from slipstream.generators.nodes.leader import EngineLeader, leading_engine
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.adapter_engine import AdapterEngine
 from slipstream.generators.sglang.engine import SglangEngine
-from slipstream.generators.sglang.running import make_sampler, running_engine, watch_all
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.sglang.running import engine_of, make_sampler, running_engine, watch_all
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.versions.probe_audit import ProbeAudit
 from slipstream.generators.versions.probe_noise import Noise
@@ -34,7 +38,13 @@ from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.hosts.membership import HostPlace
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
-from slipstream.wire.errors import ConfigError, QuarantineError, SlipstreamError
+from slipstream.wire.errors import (
+    ChildDiedError,
+    ConfigError,
+    QuarantineError,
+    SlipstreamError,
+    known_errors,
+)
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import Welcome
 from slipstream.wire.messages.versions import PolicyVersion
@@ -42,8 +52,10 @@ from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.models.adapters import adapter_shapes
 from slipstream.wire.models.tokenizer_hash import tokenizer_hash
 from slipstream.wire.process.health import Health
-from slipstream.wire.process.run_until import Job, running, unless
+from slipstream.wire.process.logs import logging_for
+from slipstream.wire.process.run_until import Job, run_until, running, unless
 from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.tenants import Tenant
 
 _log = logging.getLogger(__name__)
 Watch = Coroutine[Any, Any, None]
@@ -57,15 +69,18 @@ async def serve(
 ) -> None:
     """Run a generator, which ends if its engine does; probes see its ``health``.
 
-    ``place`` is node 0 of an engine on several hosts.
+    Its engine answers one run, or the tenants of a pool. ``place`` is node 0 of an engine on
+    several hosts.
     """
     stop, health = stop_event(), health or Health()
     health.drains_when(stop.is_set)
-    tensors = _tensors(settings)
     async with AsyncExitStack() as cleanup:
         stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
         cleanup.callback(stopping.cancel)
-        staging = await cleanup.enter_async_context(room_for(settings, name, tensors))
+        tensors = _tensors(settings)
+        staging = None
+        if not settings.tenants:
+            staging = await cleanup.enter_async_context(room_for(settings, name, tensors))
         leader = await cleanup.enter_async_context(
             leading_engine(settings, name, place, stop, health)
         )
@@ -75,43 +90,153 @@ async def serve(
         if started is None:
             return
         process, engine = started
-        rewards = await _inline_rewards(settings, cleanup)
-        sampler = make_sampler(settings, engine, TextCodec(settings.model, settings.sampling))
-        turn_sampler = await _turn_sampler(settings, sampler, cleanup)
-        health.waits_for(f"the broker at {settings.run.broker_endpoint}")
-        connected = await _connected(settings, name, stopping, watch_all(process, leader))
-        if connected is None:
+        if staging is None:
+            await _serve_tenants(settings, name, process, stopping, health)
             return
-        client, welcome = connected
-        cleanup.callback(client.close)
-        folder = cleanup.enter_context(TemporaryDirectory(prefix="slipstream-images-"))
-        fetcher = ImageFetcher(client)
-        images = LocalImages(fetcher.fetch_readable, Path(folder), store=fetcher.store)
-        audit = ProbeAudit(engine, _noise(settings))
-        worker = GeneratorWorker(
-            client=client,
-            images=images,
-            sampler=sampler,
-            turn_sampler=turn_sampler,
-            lanes=lanes_of(settings),
-            siblings_together=settings.generators.siblings_together,
-            skips_bad_prompts=settings.skips_bad_prompts,
-            rewards=rewards,
-            max_credits=settings.reward.credits,
-            engine_patience_s=settings.weightbus.timeout_s,
-            audit=audit,
+        health.waits_for(f"the broker at {settings.run.broker_endpoint}")
+        watch = functools.partial(watch_all, process, leader)
+        run = await _begin(
+            settings, name, engine, lanes_of(settings), staging, stopping, watch, leader, cleanup
         )
-        subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
-        jobs = (
+        if run is None:
+            return
+        with health.main_loop(run.worker.signs, run.worker.missing):
+            await _work(run.worker, (*run.jobs, watch()), stopping)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunWork:
+    """The work of one run in an engine."""
+
+    worker: GeneratorWorker
+    jobs: tuple[Job, ...]  # the worker's first
+
+
+async def _begin(
+    settings: GeneratorSettings,
+    name: str,
+    engine: SglangEngine,
+    lanes: Lanes,
+    staging: Staging,
+    stopping: "asyncio.Task[object]",
+    watch: Callable[[], Watch],
+    leader: EngineLeader | None,
+    cleanup: AsyncExitStack,
+) -> _RunWork | None:
+    """Connect to a run's broker; return None if asked to stop before it answers.
+
+    Raises:
+        SlipstreamError: the broker does not answer, or ``watch`` ends.
+    """
+    rewards = await _inline_rewards(settings, cleanup)
+    sampler = make_sampler(settings, engine, TextCodec(settings.model, settings.sampling))
+    turn_sampler = await _turn_sampler(settings, sampler, cleanup)
+    connected = await _connected(settings, name, stopping, watch())
+    if connected is None:
+        return None
+    client, welcome = connected
+    cleanup.callback(client.close)
+    folder = cleanup.enter_context(TemporaryDirectory(prefix="slipstream-images-"))
+    fetcher = ImageFetcher(client)
+    audit = ProbeAudit(engine, _noise(settings))
+    worker = GeneratorWorker(
+        client=client,
+        images=LocalImages(fetcher.fetch_readable, Path(folder), store=fetcher.store),
+        sampler=sampler,
+        turn_sampler=turn_sampler,
+        lanes=lanes,
+        siblings_together=settings.generators.siblings_together,
+        skips_bad_prompts=settings.skips_bad_prompts,
+        rewards=rewards,
+        max_credits=settings.reward.credits,
+        engine_patience_s=settings.weightbus.timeout_s,
+        audit=audit,
+    )
+    tensors = _tensors(settings)
+    subscriber = _subscriber(settings, name, engine, tensors, staging, worker, audit, leader)
+    return _RunWork(
+        worker,
+        (
             worker.run(
                 heartbeat_s=welcome.heartbeat_s, more_counters=subscriber.traffic.as_counters
             ),
             take_weights(subscriber, settings.run, client),
-            watch_all(process, leader),
             audit.run(),
-        )
-        with health.main_loop(worker.signs, worker.missing):
-            await _work(worker, jobs, stopping)
+        ),
+    )
+
+
+async def _serve_tenants(
+    settings: GeneratorSettings,
+    name: str,
+    process: SglangProcess,
+    stopping: "asyncio.Task[object]",
+    health: Health,
+) -> None:
+    """Answer for all tenants until each has ended, or the engine has.
+
+    Raises:
+        ChildDiedError: the engine ended.
+        QuarantineError: it computes something else than the learner.
+    """
+    shared = SharedLanes(lanes_of(settings))
+    workers: dict[str, GeneratorWorker] = {}
+
+    async def serve_tenant(tenant: Tenant[GeneratorSettings]) -> None:
+        with logging_for(tenant.name):
+            try:
+                await _serve_tenant(tenant, name, process, stopping, shared, workers)
+            except (SlipstreamError, ExceptionGroup) as error:
+                known = known_errors(error)
+                of_engine = any(
+                    isinstance(reason, ChildDiedError | QuarantineError) for reason in known
+                )
+                if of_engine or not known:
+                    raise
+                _log.error("this tenant ends here: %s", known[0])
+            finally:
+                workers.pop(tenant.name, None)
+
+    async def serve_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for tenant in settings.tenants:
+                group.create_task(serve_tenant(tenant))
+
+    def signs() -> tuple[object, ...]:
+        return tuple(worker.signs() for worker in workers.values())
+
+    def missing() -> str:
+        reasons = [worker.missing() for worker in workers.values()]
+        return "" if "" in reasons else next(iter(reasons), "no broker of a tenant answers yet")
+
+    with health.main_loop(signs, missing):
+        await run_until(serve_all(), watch_all(process, None))
+
+
+async def _serve_tenant(
+    tenant: Tenant[GeneratorSettings],
+    name: str,
+    process: SglangProcess,
+    stopping: "asyncio.Task[object]",
+    shared: SharedLanes,
+    workers: dict[str, GeneratorWorker],
+) -> None:
+    """Answer for one tenant until its run ends."""
+    settings = tenant.settings
+    async with AsyncExitStack() as own:
+        engine = engine_of(settings, process, tenant.name)
+        own.push_async_callback(engine.close)
+        staging = await own.enter_async_context(room_for(settings, name, _tensors(settings)))
+        lanes = lanes_of(settings, is_tenant=True)
+        watch = functools.partial(watch_all, process, None)
+        run = await _begin(settings, name, engine, lanes, staging, stopping, watch, None, own)
+        if run is None:
+            return
+        shared.open(tenant.name, lanes, weight=tenant.weight, group=largest_group(settings))
+        own.callback(shared.close, tenant.name)
+        workers[tenant.name] = run.worker
+        await _work(run.worker, run.jobs, stopping)
+    _log.info("tenant %s has ended; %d others remain", tenant.name, len(workers) - 1)
 
 
 def _tensors(settings: GeneratorSettings) -> TensorSet:

@@ -19,7 +19,7 @@ from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.environments.host import EnvironmentFailedError, EnvironmentLostError
 from slipstream.generators.environments.turn_sampler import TurnSampler
-from slipstream.generators.lanes.lanes import Booking, Lanes
+from slipstream.generators.lanes.lanes import Booking, EngineLanes, Lanes
 from slipstream.generators.lanes.pace import EnginePace
 from slipstream.generators.rollout import (
     Sampler,
@@ -58,6 +58,7 @@ from slipstream.wire.process.usage import ProcessUsage
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
 _RETRY_S = 0.5
+_SHARE_WEIGHT = REPORT_EVERY_S / 60.0  # weight of a reading in a mean over about a minute
 _COUNTED = (
     "tokens",
     "trajectories",
@@ -122,6 +123,7 @@ class GeneratorWorker:
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
         self._num_answers = 0  # the broker's answers to requests for work, while the engine idled
+        self._mean_share = 1.0  # lanes by a tenant's fair share of them, averaged
         self._finished = False
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # keys are leases
@@ -222,10 +224,9 @@ class GeneratorWorker:
         await self._report()
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
+        asked = self._lanes.ask()
         leased, _ = await self._client.ask(
-            LeaseGroups(
-                adopted=self._adopted, max_sequences=max(0, self._lanes.free), wait_s=_POLL_S
-            ),
+            LeaseGroups(adopted=self._adopted, max_sequences=asked, wait_s=_POLL_S),
             GroupsLeased,
             extra_wait_s=_POLL_S,
         )
@@ -236,6 +237,7 @@ class GeneratorWorker:
             self._groups[work.lease_id] = task
             self._generating.add(work.lease_id)
             self._enter_phase()
+        self._lanes.answered(asked, sum(len(work.siblings) for work in leased.groups))
         self._finished = self._finished or leased.finished
 
     async def _run_group(self, work: LeasedGroup, booking: Booking) -> None:
@@ -438,6 +440,8 @@ class GeneratorWorker:
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
+        if lanes.shared is not None:
+            gauges["lane_share"] = self._lane_share(lanes.shared)
         counters = {**self._counters, **self._pace.counters, **self._more_counters()}
         rewritten = ""
         if self._turn_sampler is not None:
@@ -456,6 +460,13 @@ class GeneratorWorker:
             rewritten=rewritten,
         )
         await self._client.ask(report, Done)
+
+    def _lane_share(self, shared: EngineLanes) -> float:
+        """Return this tenant's lanes by its fair share, averaged; 1 if it needs no more."""
+        fair = shared.fair_share(self._lanes)
+        now = self._lanes.in_flight / fair if fair and not self._lanes.is_sated else 1.0
+        self._mean_share += (min(1.0, now) - self._mean_share) * _SHARE_WEIGHT
+        return self._mean_share
 
     async def report_quarantine(self, why: str) -> None:
         """Have the broker record why the engine is not trusted. Cancel ``run`` before."""

@@ -30,6 +30,7 @@ from slipstream.wire.settings.sections import (
     model_folder,
     run_section,
 )
+from slipstream.wire.settings.tenants import Tenant, tenants_of
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _MOST_BETA2 = 0.99
@@ -294,6 +295,32 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
                 f"profile.ranks names rank {rank}, there are {learner.ranks} (learner.ranks)"
             )
     return settings
+
+
+def learner_tenants(
+    table: Table, *, may_resume: bool = False
+) -> tuple[Tenant[LearnerSettings], ...]:
+    """Return the tenants of a pool, each with its settings; none if it is no pool.
+
+    Raises:
+        ConfigError: naming the tenant and the wrong setting.
+    """
+
+    def decode(tenant: Table) -> LearnerSettings:
+        settings = learner_settings(tenant, may_resume=may_resume)
+        if not settings.lora.is_named:
+            raise ConfigError(
+                "a tenant trains adapters that are published as such: set lora.rank, and leave "
+                'lora.publish at "named"'
+            )
+        if "weights" in settings.learner.offload:
+            raise ConfigError(
+                'learner.offload has "weights", which all tenants share and use in each turn: '
+                "leave it out"
+            )
+        return settings
+
+    return tenants_of(table, decode)
 
 
 def _check_lora(settings: LearnerSettings) -> None:

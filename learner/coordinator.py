@@ -5,11 +5,12 @@ relay through its ``LeadingLink``; the other ranks wait in the broadcast of the 
 ever acts on an answer that another rank lacks.
 
 A request that fails raises on rank 0 alone. Rank 0 then ends, and the others end with it: they are
-its children (launch.py), or on other nodes learn it from the watch (nodes/watch.py).
+its children (launch.py), or on other nodes learn it from the watch (nodes/watch.py). In a pool of
+tenants it raises on every rank, and all of them leave that tenant alone.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from slipstream.learner.batches.orders import (
 )
 from slipstream.learner.model.collectives import any_rank, broadcast_bytes
 from slipstream.learner.stop import StopRequest
+from slipstream.wire.errors import PeerLostError, SlipstreamError, text_of
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import StepCommitted
 from slipstream.wire.messages.manifest import WeightManifest
@@ -37,10 +39,16 @@ T = TypeVar("T")
 class Coordinator:
     """One rank's view of the requests that rank 0 sends for all ranks."""
 
-    def __init__(self, leader: LeadingLink | None, stop: StopRequest) -> None:
-        """Connect the ranks; rank 0 alone has a ``leader``."""
+    def __init__(
+        self, leader: LeadingLink | None, stop: StopRequest, *, shares_failures: bool = False
+    ) -> None:
+        """Connect the ranks; rank 0 alone has a ``leader``.
+
+        With ``shares_failures`` what fails on rank 0 raises on every rank: they go on with others.
+        """
         self._leader = leader
         self._stop = stop
+        self._shares_failures = shares_failures
         self._publishes = False
 
     @property
@@ -67,6 +75,26 @@ class Coordinator:
         """Return rank 0's value on every rank; the other ranks' values are ignored."""
         return msgspec.msgpack.decode(broadcast_bytes(msgspec.msgpack.encode(value)), type=kind)
 
+    def _led(self, ask: Callable[[LeadingLink], T], kind: type[T]) -> T:
+        """Return what rank 0 is answered, on every rank."""
+        return self.agreed(self._asked(ask), kind)
+
+    def _asked(self, ask: Callable[[LeadingLink], T]) -> T | None:
+        """Return what rank 0 is answered, there; None on the others."""
+        if not self._shares_failures:
+            return ask(self._leader) if self._leader is not None else None
+        answer, failure = None, None
+        try:
+            answer = ask(self._leader) if self._leader is not None else None
+        except SlipstreamError as error:
+            failure = error
+        reason = self.agreed(text_of(failure) if failure is not None else "", str)
+        if failure is not None:
+            raise failure
+        if reason:
+            raise PeerLostError(f"rank 0 failed: {reason}")
+        return answer
+
     def on_any(self, flag: bool) -> bool:
         """Return True on every rank if the flag is set on any; waits for all ranks."""
         return any_rank(flag)
@@ -81,39 +109,35 @@ class Coordinator:
         self, step: int, checkpoint: str, resumed: CheckpointInfo | None
     ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held."""
-        version: PolicyVersion | None = None
-        if self._leader is not None:
-            version = self._leader.take_over(step, checkpoint, resumed)
-            self._publishes = self._leader.publishes
-            self.log("took over as %s", version.label)
-        self._publishes = self.agreed(self._publishes, bool)
-        return self.agreed(version, PolicyVersion)
+        version = self._led(
+            lambda leader: leader.take_over(step, checkpoint, resumed), PolicyVersion
+        )
+        self._publishes = self._led(lambda leader: leader.publishes, bool)
+        self.log("took over as %s", version.label)
+        return version
 
     def next_order(self, version: PolicyVersion, *, max_wait_s: float) -> Order:
         """Return the planned batch of the step that starts from ``version``, or why not (yet)."""
-        data: bytes | None = None
-        if self._leader is not None:
+
+        def order(leader: LeadingLink) -> bytes:
             stops = self._stop.requested
-            order: Order = (
-                StopTraining() if stops else self._leader.next_order(version, max_wait_s=max_wait_s)
+            return encode_order(
+                StopTraining() if stops else leader.next_order(version, max_wait_s=max_wait_s)
             )
-            data = encode_order(order)
-        return decode_order(broadcast_bytes(data))
+
+        return decode_order(broadcast_bytes(self._asked(order)))
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
         """Have the batch of the step that starts from ``version`` replaced."""
-        if self._leader is not None:
+        if self.is_leader:
             _log.error("the batch of step %d is not trained: %s", version.step, rejection.detail)
-            self._leader.reject_batch(version, rejection)
+        self._asked(lambda leader: leader.reject_batch(version, rejection))
 
     def commit(
         self, version: PolicyVersion, figures: dict[str, float], num_tokens: int
     ) -> StepCommitted:
         """Record that a step is trained; return the evaluations so far and the last step."""
-        answer: StepCommitted | None = None
-        if self._leader is not None:
-            answer = self._leader.commit(version, figures, num_tokens)
-        return self.agreed(answer, StepCommitted)
+        return self._led(lambda leader: leader.commit(version, figures, num_tokens), StepCommitted)
 
     # ---- weights ---------------------------------------------------------------
 
@@ -124,17 +148,15 @@ class Coordinator:
 
         ``part_keys`` are the public keys of the relays of the learner's other hosts.
         """
-        if self._leader is not None:
-            self._leader.open_weights(paths, layout, part_keys=part_keys)
+        self._asked(lambda leader: leader.open_weights(paths, layout, part_keys=part_keys))
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""
-        return self.agreed(self._leader.reserve() if self._leader is not None else None, int)
+        return self._led(lambda leader: leader.reserve(), int)
 
     def publish(self, version: PolicyVersion, slot: int, probe: ProbeLogprobs | None) -> None:
         """Hand out a version that every rank has written, with its probe; returns at once."""
-        if self._leader is not None:
-            self._leader.publish(version, slot, probe)
+        self._asked(lambda leader: leader.publish(version, slot, probe))
 
     # ---- checkpoints and the end -----------------------------------------------
 
@@ -149,10 +171,8 @@ class Coordinator:
 
     def leave(self, *, is_stopped: bool = False) -> None:
         """Report that this learner has no more requests: the run is complete, or it is stopped."""
-        if self._leader is not None:
-            self._leader.leave(is_stopped=is_stopped)
+        self._asked(lambda leader: leader.leave(is_stopped=is_stopped))
 
     def end(self) -> None:
         """Stop the relay: this learner ends as planned and no other follows it."""
-        if self._leader is not None:
-            self._leader.end()
+        self._asked(lambda leader: leader.end())

@@ -5,15 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.links import LeadingLink, RankLink
 from slipstream.learner.batches.payload_link import PayloadLink
@@ -27,27 +26,32 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.layout import Place
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
+from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.cuda_attention import choose_attention
 from slipstream.learner.model.division import refuse_policy
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
 from slipstream.learner.nodes.card import facts_of
 from slipstream.learner.nodes.watch import EXIT_COLLECTIVE, NodeWatch
+from slipstream.learner.pool.tenant_loops import TenantLoop, TenantLoops
 from slipstream.learner.publish.head_door import HeadDoor
 from slipstream.learner.publish.part_link import PartLink
 from slipstream.learner.publish.relay_process import RelayLaunch
-from slipstream.learner.starting_policy import start_policy
+from slipstream.learner.starting_policy import FrozenBase, start_policy
 from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import address_towards, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store, store_on
-from slipstream.wire.errors import ChildDiedError, ConfigError, text_of
+from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError, text_of
+from slipstream.wire.files.learner_end import forget_learner_end, write_learner_end
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.health import Health
+from slipstream.wire.process.logs import logging_for
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.process.processes import bound_to_me
 from slipstream.wire.process.stopping import STOP_SIGNALS
 from slipstream.wire.settings.rendezvous import Address
+from slipstream.wire.settings.tenants import Tenant
 
 _log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
@@ -62,6 +66,7 @@ class Launch:
     begun_after: int | None = None  # newest epoch of a checkpoint when the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
     health: Health = field(default_factory=Health)
+    tenants: tuple[Tenant[LearnerSettings], ...] = ()  # runs to train in turns, in place of one
     serves: bool = False  # carry out commands of tenants in place of training a run
 
 
@@ -80,18 +85,20 @@ def run_learner(
         ChildDiedError: a rank of this node ended early.
         PeerLostError: another node ended early, or did not come.
     """
-    algorithm = algorithm_of(settings)
     hf = load_hf_config(settings.model)
-    refuse_policy(hf, settings)
-    if launch.resumes and place.node == 0:
-        fetch_newer(settings)
-    is_replay, teaches = launch.replay is not None, algorithm.choice.learns_from_equal_rewards
-    if teaches and settings.drops_equal_rewards and not is_replay:
-        _log.warning(
-            "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
-            "algo.likelihood), and broker.drop_zero_variance = true replaces them: set it to false"
-        )
-    node = _Node(settings, algorithm, place, launch, stop, argv)
+    for run in [tenant.settings for tenant in launch.tenants] or [settings]:
+        refuse_policy(hf, run)
+        if launch.resumes and place.node == 0:
+            fetch_newer(run)
+        teaches = algorithm_of(run).choice.learns_from_equal_rewards
+        if teaches and run.drops_equal_rewards and launch.replay is None:
+            _log.warning(
+                "groups of equal rewards teach this algorithm as well (algo.advantage, "
+                "algo.teacher, algo.likelihood), and broker.drop_zero_variance = true replaces "
+                "them: set it to false (%s)",
+                run.run.folder,
+            )
+    node = _Node(settings, place, launch, stop, argv)
     if place.layout.ranks == 1:
         node.run_rank(0, HashStore(), None)
     elif place.address is not None:
@@ -107,7 +114,6 @@ class _Node:
     """The ranks of one node."""
 
     settings: LearnerSettings
-    algorithm: Algorithm
     place: Place
     launch: Launch
     stop: StopRequest
@@ -166,47 +172,112 @@ class _Node:
             has_experts=load_hf_config(self.settings.model).num_routed_experts > 0,
         )
         try:
-            early = EarlyPlans(_join_store(self.settings, address)) if address is not None else None
+            early = _join_store(self.settings, address) if address is not None else None
             self._train(topology, early)
         finally:
             destroy_topology()
 
-    def _train(self, topology: Topology, early: EarlyPlans | None) -> None:
-        launch = self.launch
-        if launch.serves:
-            with self.stop.deferred(), launch.health.ending():
-                run_commands(self.settings, topology, self.stop, launch.health)
+    def _train(self, topology: Topology, early: Store | None) -> None:
+        tenants, health = self.launch.tenants, self.launch.health
+        if self.launch.serves:
+            with self.stop.deferred(), health.ending():
+                run_commands(self.settings, topology, self.stop, health)
             return
+        runs = [tenant.settings for tenant in tenants] or [self.settings]
+        saves = any(run.checkpoint.on_stop for run in runs)
+        with ExitStack() as cleanup:
+            work: Callable[[Health], None]
+            if tenants:
+                work = self._tenants(topology, early, cleanup).run
+            else:
+                work = self._begin(topology, early, cleanup).loop.run
+            with self.stop.deferred(when=saves or self.place.node > 0), health.ending():
+                work(health)
+
+    def _tenants(self, topology: Topology, early: Store | None, cleanup: ExitStack) -> TenantLoops:
+        """Begin every tenant's run that can be begun; the others end alone.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+        """
+        base = FrozenBase.load(self.settings, topology)
+        found: list[TenantLoop] = []
+        for tenant in self.launch.tenants:
+            one = replace(self, settings=tenant.settings)
+            own = cleanup.enter_context(ExitStack())
+            if topology.rank == 0:
+                forget_learner_end(tenant.settings.run.folder)
+            begun, reason = None, ""
+            with logging_for(tenant.name):
+                try:
+                    begun = one._begin(topology, early, own, base=base, tenant=tenant)
+                except SlipstreamError as error:
+                    reason = text_of(error)
+                    _log.error("this tenant does not begin: %s", error)
+            fails = any_rank(begun is None)
+            if begun is not None and not fails:
+                found.append(begun)
+                continue
+            own.close()
+            if topology.rank == 0:
+                reason = reason or "another rank of the learner cannot begin it: see its log"
+                write_learner_end(tenant.settings.run.folder, reason)
+        wait_s = self.settings.learner.timeout_s / 4
+        return TenantLoops(found, self.stop, rank=topology.rank, wait_s=wait_s)
+
+    def _begin(
+        self,
+        topology: Topology,
+        early: Store | None,
+        cleanup: ExitStack,
+        *,
+        base: FrozenBase | None = None,
+        tenant: Tenant[LearnerSettings] | None = None,
+    ) -> TenantLoop:
+        """Load the policy of a run, connect to its broker, and prepare its loop.
+
+        The only run of a learner is a tenant alone.
+        """
+        launch, algorithm = self.launch, algorithm_of(self.settings)
         settings, policy = start_policy(
             self.settings,
-            self.algorithm,
+            algorithm,
             topology,
             resumes=launch.resumes,
             begun_after=launch.begun_after,
+            base=base,
         )
         hf, dtype = policy.model.hf_config, policy.model.config.params_dtype
         _log.info("attention: %s", choose_attention(hf, device.device(), dtype))
         node, clock = replace(self, settings=settings), PhaseClock()
+        name = tenant.name if tenant is not None else ""
+        plans = EarlyPlans(PrefixStore(name, early)) if early is not None else None
         door = node._head_door(topology)
-        with (
-            node._open_link(topology, early, clock, door) as (link, leader),
-            node._open_part(topology, door) as part,
-            self.stop.deferred(when=settings.checkpoint.on_stop or self.place.node > 0),
-        ):
-            coordinator = Coordinator(leader, self.stop)
-            loop = LearnerLoop(
-                settings,
-                topology,
-                policy,
-                self.algorithm,
-                link,
-                coordinator,
-                clock,
-                part=part,
-                is_replay=launch.replay is not None,
-            )
-            with launch.health.ending():
-                loop.run(launch.health)
+        link, leader = cleanup.enter_context(
+            node._open_link(topology, plans, clock, door, tenant=name)
+        )
+        part = cleanup.enter_context(node._open_part(topology, door))
+        loop = LearnerLoop(
+            settings,
+            topology,
+            policy,
+            algorithm,
+            link,
+            Coordinator(leader, self.stop, shares_failures=tenant is not None),
+            clock,
+            part=part,
+            is_replay=launch.replay is not None,
+        )
+        return TenantLoop(
+            name=name,
+            weight=tenant.weight if tenant is not None else 1.0,
+            folder=settings.run.folder,
+            policy=policy,
+            loop=loop,
+            clock=clock,
+            leader=leader if isinstance(leader, LeaderLink) else None,
+            cleanup=cleanup,
+        )
 
     @property
     def _keeps_parts(self) -> bool:
@@ -215,8 +286,10 @@ class _Node:
         is_shared = settings.weightbus.parts == "auto" and not settings.lora.is_named
         return self.place.layout.nodes > 1 and is_shared
 
-    def _relay_launch(self) -> RelayLaunch:
+    def _relay_launch(self, tenant: str = "") -> RelayLaunch:
         """Return how to start this host's relay: as the head on node 0, as a part on other hosts.
+
+        A relay serves one run: that of the learner, or of a tenant.
 
         A relay listens for engines at the address that leads to node 0, or at weightbus.listen if
         that is an address of this host.
@@ -225,6 +298,8 @@ class _Node:
             ConfigError: the address towards node 0 is not IPv4.
         """
         place, launch = self.place, self.launch.relay
+        if tenant:
+            launch = replace(launch, settings=(*launch.settings, "--tenant", tenant))
         if place.address is None or not self._keeps_parts:
             return launch
         own, listen = address_towards(place.address.host), self.settings.weightbus.listen
@@ -263,7 +338,13 @@ class _Node:
 
     @contextmanager
     def _open_link(
-        self, topology: Topology, early: EarlyPlans | None, clock: PhaseClock, door: HeadDoor | None
+        self,
+        topology: Topology,
+        early: EarlyPlans | None,
+        clock: PhaseClock,
+        door: HeadDoor | None,
+        *,
+        tenant: str,
     ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
         """Open the link of a rank that fetches payloads; on rank 0 it is the leading link too."""
         settings = self.settings
@@ -283,7 +364,7 @@ class _Node:
                     settings,
                     clock,
                     lambda: self.stop.requested,
-                    relay=self._relay_launch(),
+                    relay=self._relay_launch(tenant),
                     early=early if topology.data_parallel > 1 else None,
                     on_door=door.post if door is not None else None,
                 )
@@ -331,7 +412,7 @@ def join_ranks(
     if place.address is not None:
         place = replace(place, address=address)
     try:
-        node = _Node(settings, algorithm_of(settings), place, launch, StopRequest())
+        node = _Node(settings, place, launch, StopRequest())
         node.run_rank(rank, _join_store(settings, address), address)
     except RuntimeError as error:
         if place.address is None or not is_of_collective(error):

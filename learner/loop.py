@@ -114,6 +114,8 @@ class LearnerLoop:
             policy.model.config.params_dtype
         )
         self._part = part
+        self._version = PolicyVersion(0, 0)
+        self._last_order: RunComplete | StopTraining | None = None
         self._publishing: Publishing | None = None
         self._probe: Probe | None = None
         self._rejected_in_a_row = 0
@@ -128,13 +130,28 @@ class LearnerLoop:
         health = health or Health()
         health.waits_for("the broker to hand it the run")
         try:
-            version = self._start()
-            health.begins(self._signs)
-            while isinstance(order := self._next_order(version), StepPlan):
-                version = self._step(version, order)
+            self.start()
+            health.begins(self.signs)
+            longest_s = self._settings.learner.timeout_s / 4
+            while self.turn(longest_s):
+                pass
         finally:
-            self._profiler.close()
-        if isinstance(order, StopTraining):
+            self.close()
+        self.finish()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the present weights."""
+        return self._version
+
+    def close(self) -> None:
+        """Write what was traced; no turn follows."""
+        self._profiler.close()
+
+    def finish(self) -> None:
+        """Save as configured, and leave: the run is complete, or stopped."""
+        order, version = self._last_order, self._version
+        if not isinstance(order, RunComplete):
             self._saver.on_stop(version)
             self._end_relays()
             with self._clock.phase("checkpoint"):
@@ -153,11 +170,11 @@ class LearnerLoop:
         with self._clock.phase("checkpoint"):
             self._saver.close()
 
-    def _signs(self) -> tuple[int, int, int]:
+    def signs(self) -> tuple[int, int, int]:
         """Return signs of progress: phases, orders, waits to save."""
         return self._clock.num_changes, self._num_orders, self._saver.num_polls
 
-    def _start(self) -> PolicyVersion:
+    def start(self) -> None:
         """Take over the run at the step of the present weights, and publish them."""
         resumed = self._settings.resume_from
         info = read_checkpoint_info(resumed) if resumed is not None else None
@@ -170,28 +187,34 @@ class LearnerLoop:
         self._publish(version)
         with self._clock.phase("checkpoint"):
             self._saver.started_from(version)
-        return version
+        self._version = version
 
-    def _next_order(self, version: PolicyVersion) -> StepPlan | RunComplete | StopTraining:
-        """Return the same planned batch on every rank, or why no batch will come.
+    def turn(self, longest_s: float) -> bool:
+        """Train the next batch, or wait for it so long; return False if no batch will come.
 
-        Without a batch, rank 0 still answers often enough that no rank takes it for dead, and that
-        a checkpoint written by then is finished. After the last step come evaluations: the policy
-        is saved before the loop waits for them.
+        Every rank gets the same planned batch, or none. Without a batch, rank 0 answers after
+        ``longest_s``, and soon enough that a checkpoint written by then is finished. After the last
+        step come evaluations: the policy is saved before the loop waits for them.
         """
-        longest_s = self._settings.learner.timeout_s / 4
-        while True:
-            wait_s = min(longest_s, _VISIT_S) if self._saver.is_saving else longest_s
-            order = self._coordinator.next_order(version, max_wait_s=wait_s)
-            self._num_orders += 1
-            if self._saver.is_saving:
-                with self._clock.phase("checkpoint"):
-                    self._saver.visit(version)
-            if not isinstance(order, BatchNotReady):
-                return order
-            if version.step >= order.last_step:  # a stop was planned since the commit
-                with self._clock.phase("checkpoint"):
-                    self._saver.save_if_due(version, last_step=order.last_step)
+        version = self._version
+        wait_s = min(longest_s, _VISIT_S) if self._saver.is_saving else longest_s
+        order = self._coordinator.next_order(version, max_wait_s=wait_s)
+        self._num_orders += 1
+        if self._saver.is_saving:
+            with self._clock.phase("checkpoint"):
+                self._saver.visit(version)
+        match order:
+            case StepPlan():
+                self._version = self._step(version, order)
+                return True
+            case BatchNotReady(last_step=last_step):
+                if version.step >= last_step:  # a stop was planned since the commit
+                    with self._clock.phase("checkpoint"):
+                        self._saver.save_if_due(version, last_step=last_step)
+                return True
+            case _:
+                self._last_order = order
+                return False
 
     def _step(self, version: PolicyVersion, order: StepPlan) -> PolicyVersion:
         """Train one batch, commit, publish, and save if due; return the new version.

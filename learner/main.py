@@ -30,6 +30,7 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 from slipstream.wire.settings.sections import model_folder
 from slipstream.wire.settings.serve import serve_section, serves
+from slipstream.wire.settings.tenants import Tenant
 
 if TYPE_CHECKING:
     from slipstream.learner.config import LearnerSettings
@@ -49,12 +50,14 @@ def _main() -> int:
     arguments = parser.parse_args()
     if arguments.begun_after is not None and arguments.resume is None:
         parser.error("--begun-after goes with --resume auto")
-    from slipstream.learner.config import learner_settings
+    from slipstream.learner.config import learner_settings, learner_tenants
     from slipstream.learner.layout import place_of
 
     try:
         table = load_arguments(arguments)
-        settings = learner_settings(table, may_resume=arguments.resume is not None)
+        may_resume = arguments.resume is not None
+        settings = learner_settings(table, may_resume=may_resume)
+        tenants = learner_tenants(table, may_resume=may_resume)
         if serves(table):
             serve_section(table)  # its checks
         logs = log_settings(table)
@@ -64,9 +67,10 @@ def _main() -> int:
             from slipstream.learner.training.algorithm import algorithm_of
             from slipstream.wire.models.hf_config import load_hf_config
 
-            algorithm_of(settings)
             hf = load_hf_config(model_folder(settings.run))
-            refuse_policy(hf, settings)
+            for run in [tenant.settings for tenant in tenants] or [settings]:
+                algorithm_of(run)
+                refuse_policy(hf, run)
     except ConfigError as error:
         return refuse_settings(error, arguments)
     if arguments.dry_run:
@@ -77,7 +81,7 @@ def _main() -> int:
 
     health = Health(name, stuck_s=settings.run.stuck_s)
     port = arguments.health if arguments.rank is None else 0  # a node's first rank
-    train = partial(_train, arguments, settings, place, health, serves=serves(table))
+    train = partial(_train, arguments, settings, place, health, tenants, serves=serves(table))
     return run_and_leave(serving(health, port)(train))
 
 
@@ -86,6 +90,7 @@ def _train(
     settings: "LearnerSettings",
     place: "Place",
     health: Health,
+    tenants: "tuple[Tenant[LearnerSettings], ...]",
     *,
     serves: bool,
 ) -> int:
@@ -117,6 +122,7 @@ def _train(
             digest=short_digest(msgspec.json.encode(settings.weightbus)),
         ),
         health=health,
+        tenants=tenants,
         serves=serves,
     )
     if arguments.rank is not None:
@@ -136,6 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
             "start-learner --config run.toml --resume auto",
             "start-learner --config run.toml --node 1 --rendezvous 10.0.0.1:29400",
             "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
+            "start-learner --config pool.toml              # all tenants of a pool, in turns",
         ],
     )
     parser.add_argument(

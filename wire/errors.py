@@ -87,6 +87,13 @@ class PublishError(SlipstreamError):
     """A weight transfer failed; the engine may hold parts of two versions."""
 
 
+def known_errors(error: BaseException) -> list[SlipstreamError]:
+    """Return the errors of this project in an error: itself, or those of a group's tasks."""
+    if isinstance(error, BaseExceptionGroup):
+        return [known for inner in error.exceptions for known in known_errors(inner)]
+    return [error] if isinstance(error, SlipstreamError) else []
+
+
 def text_of(error: BaseException) -> str:
     """Return the first line of an error, with its kind if it is no SlipstreamError."""
     text = str(error).partition("\n")[0]

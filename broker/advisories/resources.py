@@ -7,6 +7,7 @@ from slipstream.broker.advisories.view import FIGURE_STEPS, Finding, Rules, RunV
 WAITED = 0.25  # share of a pool's time: above the cost of fetching and uneven answers
 ANSWERS = 50  # before a share of them means anything
 THRASHED = 0.05  # share of the answers: each is computed again from its first token
+STARVED = 0.5  # share of a tenant's fair share of lanes, over minutes: others hold them
 NEAR_FULL = 0.8  # share of the high water: past it generation is held back
 
 RULES = Rules()
@@ -113,6 +114,20 @@ def _kv_thrashing(view: RunView) -> Finding | None:
         "generators.sglang.mem_fraction_static) or let fewer be under way "
         '(generators.max_sequences, generators.concurrency = "adaptive").',
         "generators.max_sequences",
+    )
+
+
+@RULES.add
+def _tenant_starved(view: RunView) -> Finding | None:
+    shares = [role.lane_share for role in view.generators if role.lane_share is not None]
+    if not shares or view.status.finished or (share := fmean(shares)) >= STARVED:
+        return None
+    return Finding(
+        f"Generators give this tenant {share:.0%} of its fair share of their lanes, on average "
+        "over the last minutes, and its broker has work for more: answers of other tenants hold "
+        "them until they end; raise its weight (tenants.NAME.weight), add generators "
+        "(generators.count), or bound answers of others (sampling.max_response_tokens).",
+        "tenants.NAME.weight",
     )
 
 

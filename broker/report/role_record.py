@@ -42,6 +42,7 @@ class RoleRecord:
             kv_use=self.report.gauges.get("kv_use"),
             sequences=int(self.report.gauges.get("sequences", 0.0)),
             sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
+            lane_share=self.report.gauges.get("lane_share"),
             has_left=self.has_left,
             decision_bytes_per_token=self.report.counters.get("decision_bytes", 0.0)
             / max(1.0, self.report.counters.get("tokens", 0.0)),

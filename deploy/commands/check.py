@@ -41,6 +41,7 @@ from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.lora import publishing
 from slipstream.wire.settings.rendezvous import Address, parse_rendezvous
 
 EXAMPLES = """examples:
@@ -86,7 +87,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"exit_code": code, "hosts": reports})
     else:
-        print_reports(reports, make_console())
+        console = make_console()
+        if how := publishing(load_table(arguments.config, overrides)):
+            console.print(how, soft_wrap=True)
+        print_reports(reports, console)
     return code
 
 

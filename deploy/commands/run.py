@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from slipstream.deploy.commands.check import look_at, print_reports
@@ -19,10 +21,16 @@ from slipstream.deploy.config import RunConfig, free_name, run_config, with_cont
 from slipstream.deploy.launch.hosts import print_host_commands
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import plan_roles
-from slipstream.deploy.launch.resume import find_resume_point, refuse_taken, resumed_table
+from slipstream.deploy.launch.pool import pool_plans, resumed_pool, run_pool, tenant_plans
+from slipstream.deploy.launch.resume import (
+    find_resume_point,
+    newest_pool,
+    refuse_taken,
+    resumed_table,
+)
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.preflight.check.needs import refuse_without_extras
-from slipstream.deploy.preflight.dry_run import print_dry_run
+from slipstream.deploy.preflight.dry_run import print_dry_run, print_processes
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.live import TerminalView
 from slipstream.wire.errors import ConfigError
@@ -31,7 +39,9 @@ from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.load import section as load_section
+from slipstream.wire.settings.lora import publishing
 from slipstream.wire.settings.sections import CheckpointSection, run_section
+from slipstream.wire.settings.tenants import is_pool
 
 EXAMPLES = """examples:
   slipstream run --config run.toml generators.count=4    a run with every role on this host
@@ -84,6 +94,8 @@ def run(
     """
     console = make_console(outlives_screen=True)
     table = load_table(path, overrides)
+    if is_pool(table):
+        return _run_pool(table, dry_run, resume, place, console)
     section = run_section(table)
     upload = load_section(table, "checkpoint", CheckpointSection).upload
     point = find_resume_point(section, resume, upload) if resume else None
@@ -101,6 +113,8 @@ def run(
         refuse_without_extras(config)
     if note := steps_before_epochs(table):
         console.print(note, style="yellow", soft_wrap=True)
+    if how := publishing(config.table):
+        console.print(how, soft_wrap=True)
     config = with_contents(config)
     if dry_run:
         return _try_dry(config, place, console)
@@ -116,6 +130,40 @@ def run(
             "for each host): see docs/clusters.md"
         )
     return run_locally(config, TerminalView(console))
+
+
+def _run_pool(table: Table, dry_run: bool, resume: str | None, place: str, console: Console) -> int:
+    """Run a pool of tenants, or print what would start."""
+    if place != "local":
+        raise ConfigError(
+            f"--on {place} with [tenants]: a pool runs on one host; roles on others are started "
+            "with start-generator --config pool.toml, start-reward-worker --tenant NAME"
+        )
+    if resume not in {None, "auto"}:
+        raise ConfigError("--resume of a pool is auto: each tenant resumes where it was")
+    section = run_section(table)
+    name = newest_pool(section) if resume else free_name(section)
+    config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
+    if resume:
+        config, done = resumed_pool(config)
+        for tenant in done:
+            console.print(f"tenant {tenant}: its run is complete", soft_wrap=True)
+    refuse_without_extras(config)
+    tenants = [
+        replace(tenant, settings=with_contents(tenant.settings)) for tenant in config.tenants
+    ]
+    config = msgspec.structs.replace(config, tenants=tuple(tenants))
+    if dry_run:
+        return 0 if _print_pool(config, console) else EXIT_FAILED
+    return run_pool(config, TerminalView(console))
+
+
+def _print_pool(config: RunConfig, console: Console) -> bool:
+    """Print what would start; return True if all of it fits."""
+    for tenant in config.tenants:
+        run = tenant.settings
+        print_processes(run, tenant_plans(run, run.run.folder / SETTINGS), console)
+    return print_dry_run(config, pool_plans(config, config.run.folder / SETTINGS), console)
 
 
 def steps_before_epochs(table: Table) -> str:

@@ -54,18 +54,40 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
     for folder in reversed(folders):
         if newest_checkpoint(folder) is not None:
             return _point(folder, run)
-        try:
-            outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            outcome = ""
         if unreadable := sorted((folder / "checkpoints").glob("step-*")):
             raise ConfigError(
                 f"no checkpoint of {folder} can be read, not even {unreadable[-1].name}: restore "
                 f"{INFO_FILE} in one, or choose another run.name to start again"
             )
-        if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
+        if (folder / TRAIL).is_dir() and _outcome_of(
+            folder
+        ) != "finished":  # cut off before a checkpoint
             return ResumePoint(folder, None)
     return None
+
+
+def newest_pool(run: RunSection) -> str:
+    """Return the name of the newest of NAME, NAME-2, ... that has a folder, or NAME."""
+    names = [run.name]
+    while (Path(run.dir) / f"{run.name}-{len(names) + 1}").exists():
+        names.append(f"{run.name}-{len(names) + 1}")
+    return names[-1]
+
+
+def is_complete(run: RunSection) -> bool:
+    """Return True if a tenant's run needs no more steps."""
+    newest = newest_checkpoint(run.folder)
+    if newest is not None and read_checkpoint_info(newest).step >= run.steps:
+        return True
+    return _outcome_of(run.folder) == "finished"
+
+
+def _outcome_of(folder: Path) -> str:
+    """Return how the run in a folder ended; empty if it has not."""
+    try:
+        return str(json.loads((folder / SUMMARY).read_text())["outcome"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def refuse_taken(upload: str) -> None:

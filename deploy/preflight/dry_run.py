@@ -34,7 +34,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         ConfigError: [algo] names no algorithm that this run can train.
     """
     frozen, has_critic = policies_beside(config)
-    _print_processes(config, plans, console)
+    print_processes(config, plans, console)
     hf = with_vision(load_hf_config(model_folder(config.run)), config.learner.learner)
     refuse_policy(hf, config.learner)
     if config.generators.device == "cpu":
@@ -70,7 +70,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     return fits
 
 
-def _print_processes(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
+def print_processes(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
     """Print a row for each kind of process on a host, then their commands."""
     hosts = len({plan.host for plan in plans})
     console.print(

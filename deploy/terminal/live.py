@@ -45,6 +45,10 @@ class TerminalView:
         with live or nullcontext():
             yield draw_newest
 
+    def show_line(self, tenant: str, status: RunStatus) -> None:
+        """Print the state of a tenant's run in a line."""
+        self.console.print(f"{tenant}: {one_line(status)}", soft_wrap=True, highlight=False)
+
     def show_figures(self, status: RunStatus, outcome: str) -> None:
         """Print the table of a run that has ended."""
         self.console.print(final_table(status, outcome=outcome))

@@ -40,6 +40,7 @@ from slipstream.wire.settings.sections import (
     SamplingSection,
 )
 from slipstream.wire.settings.serve import ServeSection
+from slipstream.wire.settings.tenants import TenantTable
 
 SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "run": (RunSection, "every role"),
@@ -59,7 +60,9 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "logging": (LoggingSection, "the broker; logs: every role"),
     "profile": (ProfileSection, "the learner"),
     "deploy": (DeploySection, "`slipstream run`"),
+    "tenants": (TenantTable, "every role of a pool"),
 }
+_PREFIXES = {"tenants": "tenants.NAME"}  # of sections with a table for each of several names
 _TABLE_HEAD = ("| setting | default | meaning |", "|---|---|---|")
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "reduce": ReduceOptions,
@@ -94,13 +97,13 @@ def _section(name: str) -> str:
     summary, _, notes = inspect.cleandoc(struct.__doc__ or "").partition("\n")
     title = summary.partition(": ")[2]
     lines = [
-        f"## [{name}]",
+        f"## [{_PREFIXES.get(name, name)}]",
         "",
         title[:1].upper() + title[1:],
         f"Read by {readers}. Defined in `{_module_path(struct)}`.",
         "",
         *_TABLE_HEAD,
-        *_rows(struct, name),
+        *_rows(struct, _PREFIXES.get(name, name)),
         "",
     ]
     if notes.strip():

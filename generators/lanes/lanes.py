@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.engine import EngineLoad
@@ -59,8 +60,11 @@ class Lanes:
         self._within = within
         self._longest_tokens = longest_tokens
         self._state: Concurrency | None = None
-        self._num_finished = 0
+        self.num_finished = 0
         self._booked = 0
+        self.asked = 0  # lanes of a request for work under way
+        self.is_sated = False  # the broker had less work than there were lanes
+        self.shared: EngineLanes | None = None  # what divides an engine's lanes among tenants
         self._changed = asyncio.Event()
         self.in_flight = 0
         self.calling = 0  # replies that the engine computes for trajectories of several turns
@@ -85,6 +89,32 @@ class Lanes:
     def _unbooked(self) -> int:
         return self.limit + min(self._most_outside, round(self._outside.mean)) - self._booked
 
+    @property
+    def booked(self) -> int:
+        """Lanes of leased work."""
+        return self._booked
+
+    def set_limit(self, limit: int) -> None:
+        """Set the limit from outside: that of a tenant's share."""
+        if limit != self.limit:
+            self.limit = limit
+            self._changed.set()
+
+    def ask(self) -> int:
+        """Return the lanes to request work for, which are held until ``answered``."""
+        self.asked = max(0, self.free)
+        return self.asked
+
+    def answered(self, asked: int, given: int) -> None:
+        """Note how many sequences the broker gave out for lanes asked for, once they are booked."""
+        self.is_sated = asked - given >= self._within.step
+        self.asked = 0
+        self._divide()
+
+    def _divide(self) -> None:
+        if self.shared is not None:
+            self.shared.divide()
+
     async def until_free(self) -> None:
         """Wait for a lane."""
         while self.free <= 0:
@@ -94,10 +124,15 @@ class Lanes:
         """Reserve lanes for leased work."""
         self._booked += num_sequences
         self._num_promised += num_sequences
+        self.asked = max(0, self.asked - num_sequences)
         return Booking(self, num_sequences)
 
     def observe(self, load: EngineLoad) -> None:
         """Adjust the limit to the engine's load."""
+        if self.shared is not None:
+            self.shared.observe(load)
+            self._capacity_tokens = int(load.capacity_tokens * self.shared.share_of(self))
+            return
         if self._longest_tokens is None:
             return
         self._capacity_tokens = load.capacity_tokens
@@ -112,7 +147,7 @@ class Lanes:
         else:
             seen = EngineObservation(
                 in_flight=self.in_flight,
-                num_finished=self._num_finished,
+                num_finished=self.num_finished,
                 kv_use=load.kv_use,
                 num_running=load.num_running,
                 num_waiting=load.num_waiting,
@@ -166,6 +201,26 @@ class Lanes:
         await self._changed.wait()
 
 
+class EngineLanes(Protocol):
+    """What divides an engine's lanes (shares.py)."""
+
+    def observe(self, load: EngineLoad) -> None:
+        """Adjust the limit to the engine's load."""
+        ...
+
+    def divide(self) -> None:
+        """Give out free lanes."""
+        ...
+
+    def share_of(self, lanes: Lanes) -> float:
+        """Return a tenant's share of the engine's limit."""
+        ...
+
+    def fair_share(self, lanes: Lanes) -> float:
+        """Return the lanes that a tenant would have if all wanted as many as there are."""
+        ...
+
+
 class Booking:
     """The lanes of one leased group."""
 
@@ -189,8 +244,9 @@ class Booking:
         lanes._booked -= num_sequences
         if self._has_entered:
             lanes.in_flight -= num_sequences
-            lanes._num_finished += num_sequences
+            lanes.num_finished += num_sequences
         lanes._changed.set()
+        lanes._divide()
 
     def close(self) -> None:
         """Release all remaining lanes, because the group has ended."""
@@ -309,20 +365,26 @@ class MeanCount:
         return self._count + (self._mean - self._count) * weight
 
 
-def lanes_of(settings: GeneratorSettings) -> Lanes:
-    """Return the lanes of one engine under these settings."""
-    group_size = settings.run.group_size
-    evaluated = settings.eval.samples if settings.eval.enabled else 0
+def lanes_of(settings: GeneratorSettings, *, is_tenant: bool = False) -> Lanes:
+    """Return the lanes of one engine under these settings; a tenant's have a limit from outside."""
+    runs = [tenant.settings for tenant in settings.tenants] or [settings]
     within = Range(
-        lowest=max(group_size, evaluated),
+        lowest=max(largest_group(run) for run in runs),
         highest=settings.generators.max_sequences,
-        step=group_size,
+        step=max(run.run.group_size for run in runs),
     )
-    follows_load = settings.generators.concurrency == "adaptive"
-    counts_live = follows_load and settings.keeps_sessions
+    follows_load = settings.generators.concurrency == "adaptive" and not is_tenant
+    counts_live = settings.generators.concurrency == "adaptive" and settings.keeps_sessions
+    longest = max(run.longest_tokens for run in runs)
     return Lanes(
         within,
-        longest_tokens=settings.longest_tokens if follows_load else None,
+        longest_tokens=longest if follows_load else None,
         most_outside=settings.most_outside,
-        live=LiveTokens(settings.longest_tokens) if counts_live else None,
+        live=LiveTokens(longest) if counts_live and not settings.tenants else None,
     )
+
+
+def largest_group(settings: GeneratorSettings) -> int:
+    """Return the most sequences that must fit at once: a group's, or a held-out problem's."""
+    evaluated = settings.eval.samples if settings.eval.enabled else 0
+    return max(settings.run.group_size, evaluated)

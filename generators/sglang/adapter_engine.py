@@ -9,6 +9,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,18 @@ class AdapterEngine(SglangEngine):
         facts: AdapterFacts,
         kept: int,
         folder: Path,
+        tenant: str = "",
         **options: Any,  # noqa: ANN401 options of a server without adapters
     ) -> None:
         """Connect to a server that has no version yet.
 
-        The newest ``kept`` versions stay loaded. The server reads them from a ``folder``.
+        The newest ``kept`` versions stay loaded. The server reads them from a ``folder``. Several
+        tenants' clients may share a server; each knows the versions of its ``tenant`` alone.
         """
         super().__init__(url, api_key, **options)
         self._facts = facts
         self._folder = folder
+        self._tenant = tenant
         self._versions = AdapterVersions(kept)
         self._checksums: dict[PolicyVersion, Checksums] = {}  # taken when they were loaded
         self._tidying: asyncio.Task[None] | None = None
@@ -55,7 +59,15 @@ class AdapterEngine(SglangEngine):
         if self._tidying is not None:
             self._tidying.cancel()
             await asyncio.gather(self._tidying, return_exceptions=True)
+        if self._tenant:  # others use the server on
+            for version in self._versions.loaded:
+                with suppress(EngineError):
+                    await self.drop_adapter(version)
         await super().close()
+
+    def _name(self, version: PolicyVersion) -> str:
+        """Return the server's name of a version."""
+        return f"{self._tenant}.{version.label}" if self._tenant else version.label
 
     @property
     def num_answering(self) -> int:
@@ -83,7 +95,7 @@ class AdapterEngine(SglangEngine):
         question = self._question(prompt_ids, params, count=count, seeds=seeds)
         try:
             with self._versions.used(version, count):
-                answers = await self._answers(question | {"lora_path": version.label}, count)
+                answers = await self._answers(question | {"lora_path": self._name(version)}, count)
         finally:
             self._tidy_soon()
         return [completion_of(answer, params, len(prompt_ids), version) for answer in answers]
@@ -94,7 +106,7 @@ class AdapterEngine(SglangEngine):
         version = self._versions.newest
         if version is None:
             raise EngineError("the engine has adopted no version yet")
-        body = self._scoring(sequences, num_context) | {"lora_path": version.label}
+        body = self._scoring(sequences, num_context) | {"lora_path": self._name(version)}
         try:
             with self._versions.used(version, len(sequences)):
                 answers = await self._scores(body)
@@ -112,12 +124,12 @@ class AdapterEngine(SglangEngine):
         """
         if version in self._versions.loaded:  # loaded earlier, but not adopted
             await self.drop_adapter(version)
-        own = self._folder / version.label
+        own = self._folder / self._name(version)
         await asyncio.to_thread(self.write_folder, received, own)
         try:
             await self._control(
                 "/load_lora_adapter",
-                {"lora_name": version.label, "lora_path": str(own)},
+                {"lora_name": self._name(version), "lora_path": str(own)},
                 self._load_timeout,
             )
         finally:
@@ -135,7 +147,7 @@ class AdapterEngine(SglangEngine):
 
     async def drop_adapter(self, version: PolicyVersion) -> None:
         """Unload a version once the answers under it have ended."""
-        await self._control("/unload_lora_adapter", {"lora_name": version.label})
+        await self._control("/unload_lora_adapter", {"lora_name": self._name(version)})
         self._versions.drop(version)
         self._checksums.pop(version, None)
 
@@ -146,18 +158,19 @@ class AdapterEngine(SglangEngine):
         Raises:
             EngineError: a version that was loaded earlier has changed.
         """
-        found: dict[str, Checksums] = {version.label: {} for version in self._versions.loaded}
+        found: dict[str, Checksums] = {self._name(version): {} for version in self._versions.loaded}
         for name, checksum in (await super().checksums()).items():
             label, _, tensor = name.partition("/")
             if label in found:  # else it is being unloaded
                 found[label][tensor] = checksum
         *before, last = self._versions.staying
         for version in before:
-            known = self._checksums.setdefault(version, found[version.label])
-            if found[version.label] != known:
-                raise EngineError(f"{version.label} in the engine is not what was loaded")
-        self._checksums[last] = found[last.label]
-        return found[last.label]
+            name = self._name(version)
+            known = self._checksums.setdefault(version, found[name])
+            if found[name] != known:
+                raise EngineError(f"{name} in the engine is not what was loaded")
+        self._checksums[last] = found[self._name(last)]
+        return self._checksums[last]
 
     @override
     async def label(self, version: PolicyVersion) -> None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from slipstream.generators.sglang import (
     adoption,
+    cpu_adapters,
     cpu_models,
     gpt_oss,
     images,
@@ -150,6 +151,10 @@ def install() -> None:
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
     if os.environ.get(ADAPTERS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_LORA_MANAGER: _keep_manager, _WEIGHT_CHECKER: check_adapters}
+        corrections |= {
+            cpu_adapters.LAYERS: cpu_adapters.add_to_experts,
+            cpu_adapters.LATENT: cpu_adapters.add_to_latents,
+        }
         corrections |= {_TARGETS: _take_out_proj, **dict.fromkeys(_GATED, _size_gated_queries)}
     sys.meta_path.insert(0, _AfterImport(corrections))
 

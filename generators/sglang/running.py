@@ -86,8 +86,10 @@ def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: Te
     )
 
 
-def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngine:
-    """Return the client of a server that answers."""
+def engine_of(
+    settings: GeneratorSettings, process: SglangProcess, tenant: str = ""
+) -> SglangEngine:
+    """Return the client of a server that answers, for one of the tenants that share it if any."""
     options: dict[str, Any] = {
         "request_timeout_s": settings.generators.request_timeout_s,
         "control_timeout_s": settings.weightbus.timeout_s,
@@ -99,8 +101,9 @@ def engine_of(settings: GeneratorSettings, process: SglangProcess) -> SglangEngi
         return AdapterEngine(
             process.url,
             process.api_key,
-            facts=settings.lora.facts(),
+            facts=settings.lora.facts().of_engine,
             kept=settings.num_kept_adapters,
+            tenant=tenant,
             folder=process.scratch / "adapters",
             **options,
         )

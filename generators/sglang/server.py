@@ -36,7 +36,10 @@ def main() -> None:
     die_with_parent(order["parent_pid"])
     on_cpu = order["device"] == "cpu"
     gc.disable()  # saves a quarter of the imports' time: imported objects live to the end
-    from slipstream.generators.sglang import cpu  # torch takes seconds to import
+    from slipstream.generators.sglang import (
+        cpu,
+        cpu_adapter_batches,
+    )  # torch takes seconds to import
 
     if on_cpu:
         cpu.prepare()
@@ -71,6 +74,7 @@ def main() -> None:
         cpu.allocate_without_cuda()
         if flags.get("enable_lora"):
             cpu.without_pinned_memory()
+            cpu_adapter_batches.batch_adapters()
     store = _open_store(order["store"]) if "store" in order else None
     run_server(prepare_server_args(argv))
     del store

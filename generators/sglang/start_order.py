@@ -170,11 +170,11 @@ def _adapter_flags(settings: GeneratorSettings) -> dict[str, Flag]:
     A batch may have answers of each version, and needs one place for answers without an adapter.
     The kernels are SGLang's default on a GPU; a CPU can only run torch's (the others are Triton's).
     """
-    facts = settings.lora.facts()
+    facts = settings.lora.facts().of_engine
     flags: dict[str, Flag] = {
         "enable_lora": True,
         "max_lora_rank": facts.rank,
-        "lora_target_modules": list(facts.targets),
+        "lora_target_modules": sorted({t.rpartition(".")[2] for t in facts.targets}),
         "max_loras_per_batch": settings.num_kept_adapters + 1,
         "lora_strict_loading": True,
     }

@@ -91,6 +91,7 @@ class LeaderLink(PayloadLink):
         self._last_step = settings.run.steps  # last step, as the other ranks know it
         self._found: StepPlan | None = None  # plan of a coming step
         self._posted: int | None = None  # step posted for the other ranks
+        self._watched: asyncio.Task[None] | None = None  # wait for an answer that is no wait
         settings.run.make_socket_folder()
         self._relay = RelayLink(settings.run.endpoint("relay"), relay, on_door=on_door)
         loop.start(self._reports())
@@ -127,13 +128,15 @@ class LeaderLink(PayloadLink):
         The request is sent even if the batch was found in the background: this answer counts,
         and the same batch comes again at once.
         """
+        self._loop.run(self._end_watch())
         self._loop.call(self._end_search)
         since = time.monotonic()
         if self._waits_for != version:  # otherwise the same wait goes over several calls
             self._waits_for, self._waits_since, self._logged = version, since, ""
         while True:
             self._loop.check()
-            match self._loop.run(self._request_batch(version, version.step)):
+            wait_s = min(_POLL_S, max_wait_s)
+            match self._loop.run(self._request_batch(version, version.step, wait_s=wait_s)):
                 case BatchDelivered() as batch:
                     self._waits_for = None
                     found = self._found  # already planned for its prefetch
@@ -152,6 +155,18 @@ class LeaderLink(PayloadLink):
                         self._logged = reason
                     if is_news or now - since > max_wait_s or self._should_stop():
                         return answer
+
+    @property
+    def has_news(self) -> bool:
+        """True if ``next_order`` would not wait, after ``watch``."""
+        return self._watched is not None and self._watched.done()
+
+    def watch(self, version: PolicyVersion) -> None:
+        """Begin to wait for what follows ``version``, in the background.
+
+        A batch is planned, and its payloads are fetched.
+        """
+        self._loop.run(self._begin_watch(version))
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
         """Report that the batch of this step was not trained; returns when durable."""
@@ -233,10 +248,10 @@ class LeaderLink(PayloadLink):
     # ---- the next batch, on the event loop -----------------------------------
 
     async def _request_batch(
-        self, version: PolicyVersion, step: int
+        self, version: PolicyVersion, step: int, *, wait_s: float = _POLL_S
     ) -> BatchDelivered | BatchNotReady | RunComplete:
-        request = RequestBatch(version=version, step=step, wait_s=_POLL_S)
-        answer, _ = await self._client.ask_any(request, extra_wait_s=_POLL_S)
+        request = RequestBatch(version=version, step=step, wait_s=wait_s)
+        answer, _ = await self._client.ask_any(request, extra_wait_s=wait_s)
         match answer:
             case BatchDelivered() | BatchNotReady() | RunComplete():
                 return answer
@@ -253,15 +268,49 @@ class LeaderLink(PayloadLink):
     async def _find(self, step: int) -> None:
         """Wait for the batch of a coming step, post it for other ranks, fetch this rank's share."""
         batch = await self._find_batch(step)
-        if batch is None:
-            return
-        order = plan_batch(batch, self._settings, cost=self._cost)
+        if batch is not None:
+            self._prepare(batch)
+
+    def _prepare(self, batch: BatchDelivered) -> None:
+        """Plan a batch, post it for other ranks, begin to fetch this rank's share."""
+        order, step = plan_batch(batch, self._settings, cost=self._cost), batch.step
         self._found = order
         if self._early is not None:
             replicas = range(len(order.plans[0].microbatches))
             self._early.post(step, tuple(order.keys(replica) for replica in replicas))
             self._posted = step
         self._prefetched.begin(step, order.keys(self._replica))
+
+    async def _begin_watch(self, version: PolicyVersion) -> None:
+        await self._end_watch()
+        self._watched = asyncio.create_task(self._watching(version))
+
+    async def _end_watch(self) -> None:
+        """End the wait; raise the error that ended it before."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return
+        if not watched.done():
+            watched.cancel()
+        elif not watched.cancelled():
+            watched.result()
+
+    async def _watching(self, version: PolicyVersion) -> None:
+        """Return once the broker has a batch, the end of the run, or news of its last step."""
+        if self._search is not None:  # begun while the step before was trained
+            await asyncio.wait({self._search})
+        if self._found is not None and self._found.step == version.step:
+            return
+        while True:
+            asked_at_s = time.monotonic()
+            match await self._request_batch(version, version.step):
+                case BatchDelivered() as batch:
+                    self._prepare(batch)
+                    return
+                case BatchNotReady(last_step=last_step) if last_step == self._last_step:
+                    await asyncio.sleep(max(0.0, asked_at_s + _POLL_S - time.monotonic()))
+                case _:
+                    return
 
     async def _find_batch(self, step: int) -> BatchDelivered | None:
         """Ask until there is a batch; None if no more will come."""

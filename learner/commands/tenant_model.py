@@ -15,10 +15,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from slipstream.learner.commands.adam import Moments, update
-from slipstream.learner.model.adapters.lora import LayerShare, LoraAdapters, add_adapters
+from slipstream.learner.model.adapters.additions import LayerShare
+from slipstream.learner.model.adapters.lora import LoraAdapters, add_adapters
 from slipstream.learner.model.adapters.peft import adapters_of
 from slipstream.learner.model.collectives import gather_bytes
 from slipstream.learner.model.rank_model import RankModel
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.commands import LoraSpec, OptimStep, Outcome
 from slipstream.wire.models.adapters import AdapterFacts
 
@@ -47,9 +49,14 @@ class TenantModel:
         self.adapters: LoraAdapters = adapters_of(self._model)
         self._places: list[tuple[str, LayerShare, int]] = []
         self.parameters: list[torch.nn.Parameter] = []
-        for name, parameter, place, dim in self.adapters.named_tensors():
-            self._places.append((name, place, dim))
-            self.parameters.append(parameter)
+        for held in self.adapters.held():
+            if not isinstance(held.tensor, torch.nn.Parameter):  # a part of a stack
+                raise ConfigError(
+                    f"[serve] trains no adapters of experts, and lora.targets gives {held.name} "
+                    "one: name other layers"
+                )
+            self._places.append((held.name, held.place, held.dim))
+            self.parameters.append(held.tensor)
         self.moments = Moments.of(self.parameters)
         self._waiting: list[Tensor] | None = None  # gradients since the last step
         self.at = -1  # last command carried out

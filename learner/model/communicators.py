@@ -49,6 +49,7 @@ def groups_in_use(
         "experts": state.get_expert_tensor_and_model_parallel_group(),
         "one copy of the experts": one_copy(with_egtp_remat=True) if is_019 else one_copy(),
         "copies of experts": state.get_expert_data_parallel_group(),
+        "parts of an expert": state.get_expert_tensor_parallel_group(),  # gradients of its adapters
     }
     return {
         name: group

@@ -1,13 +1,14 @@
 """Pure: whether parallel sizes divide a model, before any rank is started."""
 
 from collections.abc import Collection
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.parallel import HeadShares, ParallelSizes
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.models.adapters import check_targets
+from slipstream.wire.models.adapters import check_targets, is_target
 from slipstream.wire.models.fp8 import quantization_trouble
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -119,7 +120,7 @@ def refuse_layout(
         ConfigError: the message names both numbers and the setting, or a target that the model has
             no layer for.
     """
-    check_targets(hf.family, targets)
+    check_targets(hf, targets)
     refuse_undivided(hf, learner.sizes, setting)
     if hf.num_routed_experts and learner.tensor_parallel > 1 and not learner.sequence_parallel:
         raise ConfigError(
@@ -136,12 +137,34 @@ def refuse_layout(
         )
     if learner.pipeline_parallel > 1 or named:
         refuse_few_layers(hf, stage_layers(hf, learner, setting)[0], setting)
+    if targets:
+        _refuse_idle_stage(hf, learner, targets)
     other = "mlp" if hf.num_routed_experts else "moe"
     recomputes = setting == POLICY and learner.recompute == "selective"
     if recomputes and other in learner.recompute_modules:
         raise ConfigError(
             f"learner.recompute_modules has {other!r}, and a {hf.model_type} model has none"
         )
+
+
+def _refuse_idle_stage(hf: HfConfig, learner: LearnerSection, targets: Collection[str]) -> None:
+    """Refuse a pipeline stage that would train nothing: its optimizer could not be resumed."""
+    ends = [0, *accumulate(stage_layers(hf, learner))]
+    stages = learner.sizes.pipeline
+    for stage in range(stages):
+        chunks = list(pairwise(ends))[stage::stages]
+        layers = (number for first, end in chunks for number in range(first, end))
+        tensors = (
+            tensor.name
+            for number in layers
+            for parameter in hf.family.layer_of(hf, number).values()
+            for tensor in parameter.tensors
+        )
+        if not any(is_target(tensor, targets) for tensor in tensors):
+            raise ConfigError(
+                f"lora.targets names {', '.join(targets)}, and no layer of pipeline stage {stage} "
+                f"has one: name more, or set learner.pipeline_parallel below {stages}"
+            )
 
 
 def refuse_few_layers(hf: HfConfig, layers: int, setting: str) -> None:

@@ -161,10 +161,10 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _of_experts(name: str, stack: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of single experts, [E, ...], by their names in the whole model.
+def single_weights(stack: Tensor) -> list[Tensor]:
+    """Return the parts of a stack [E, ...] of a rank's experts, without gradients.
 
-    They are kept as long as the weights have their storage: none can be made while it is empty.
+    They are kept as long as the stack has its storage: none can be made while it is empty.
     """
     place = stack.untyped_storage()._cdata
     known, weights = getattr(stack, _SINGLE, (0, []))
@@ -174,9 +174,15 @@ def _of_experts(name: str, stack: Tensor, first: int) -> Iterator[tuple[str, Ten
             tensor_parallel.copy_tensor_model_parallel_attributes(weight, stack)
             weight.partition_dim = stack.partition_dim - 1  # type: ignore[attr-defined]  # its mark
         setattr(stack, _SINGLE, (place, weights))
+    singles: list[Tensor] = weights
+    return singles
+
+
+def _of_experts(name: str, stack: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of single experts, [E, ...], by their names in the whole model."""
     found = _STACK.search(name)
     kind = "bias" if found is not None and found[2] else "weight"
-    for number, weight in enumerate(weights, first):
+    for number, weight in enumerate(single_weights(stack), first):
         yield _STACK.sub(rf"local_experts.{number}.\g<1>.{kind}", name), weight
 
 

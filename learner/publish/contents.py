@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from slipstream.learner.model.adapters.lora import one_tensor
+from slipstream.learner.model.adapters.lora import peft_parameters
 from slipstream.learner.model.adapters.peft import adapters_of
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.weights.gathering import held_shards, parameter_of, with_adapter
 from slipstream.learner.model.weights.hf_weights import hf_specs
 from slipstream.learner.model.weights.shards import Shard
 from slipstream.wire.messages.manifest import TensorSpec
-from slipstream.wire.models.adapters import adapter_shapes
+from slipstream.wire.models.adapters import adapter_shapes, is_target
 from slipstream.wire.models.families.tables import Parameter
 from slipstream.wire.models.fp8 import quantized
 
@@ -50,6 +50,14 @@ class AdaptersAlone(Contents):
     def __init__(self, model: RankModel) -> None:
         super().__init__(model)
         self._adapters = adapters_of(model)
+        facts = self._adapters.facts
+        self._parameters = {
+            parameter.names[0]: parameter
+            for _, weight in model.hf_config.parameters()
+            for tensor in weight.tensors
+            if is_target(tensor.name, facts.targets)
+            for parameter in peft_parameters(tensor, facts)
+        }
 
     @override
     def specs(self) -> list[TensorSpec]:
@@ -64,7 +72,7 @@ class AdaptersAlone(Contents):
 
     @override
     def parameter(self, name: str) -> Parameter:
-        return one_tensor(name)
+        return self._parameters[name]
 
     @override
     def current(self, name: str, shard: Shard) -> Shard:

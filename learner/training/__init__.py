@@ -1,7 +1,6 @@
-"""One learner step: policies, advantages, losses, optimizer.
+"""One learner step: policies, advantages, losses, optimizer. Takes packed batches, returns figures.
 
-Takes packed batches, returns figures; the package batches makes batches.
 Imported by deploy.config, deploy.predict.size, deploy.preflight, learner.checkpoints,
-learner.commands, learner.launch, learner.loop, learner.main, learner.starting_policy and
-learner.tools.
+learner.commands, learner.launch, learner.loop, learner.main, learner.pool,
+learner.starting_policy and learner.tools.
 """

@@ -24,7 +24,7 @@ class _Away:
     content: Tensor | None  # bytes on the host; None if not needed
 
 
-class Tenant:
+class Resident:
     """Tensors that are used together."""
 
     def __init__(
@@ -102,21 +102,21 @@ class Offload:
     def __init__(self, kinds: Collection[Kind] = ()) -> None:
         """Take the kinds of tensors that may be away (learner.offload)."""
         self._kinds = frozenset(kinds)
-        self._tenants: list[Tenant] = []
+        self._residents: list[Resident] = []
 
-    def take(self, kind: Kind, tenant: Tenant) -> Tenant:
+    def take(self, kind: Kind, resident: Resident) -> Resident:
         """Return tensors, which are away while not in use if their kind may be."""
         if kind in self._kinds:
-            self._tenants.append(tenant)
-        return tenant
+            self._residents.append(resident)
+        return resident
 
-    def use(self, *tenants: Tenant) -> None:
-        """Have only these tenants on the device."""
-        for tenant in self._tenants:
-            if tenant not in tenants:
-                tenant.leave()
-        for tenant in tenants:
-            tenant.enter()
+    def use(self, *residents: Resident) -> None:
+        """Have only these residents on the device."""
+        for resident in self._residents:
+            if resident not in residents:
+                resident.leave()
+        for resident in residents:
+            resident.enter()
 
     def put_away(self, sharded_state: dict[str, Any]) -> dict[str, Any]:
         """Move all to the host, and have Megatron's sharded state read and fill the host's copies.
@@ -127,7 +127,7 @@ class Offload:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         self.use()
-        if self._tenants and torch.cuda.is_available():
+        if self._residents and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the copies are complete
 
         def at_hand(part: object) -> object:
@@ -139,8 +139,8 @@ class Offload:
         return sharded_state
 
     def _at_hand(self, tensor: Tensor) -> Tensor:
-        for tenant in self._tenants:
-            if (copy := tenant.host_copy(tensor)) is not None:
+        for resident in self._residents:
+            if (copy := resident.host_copy(tensor)) is not None:
                 return copy
         return tensor
 

@@ -222,6 +222,15 @@ def step_with(optimizer: MegatronOptimizer, norm: Tensor, is_bad: Tensor) -> Non
     optimizer.step_with_ready_grads()
 
 
+def leave_out_stubs(optimizer: MegatronOptimizer) -> None:
+    """Leave optimizers without a parameter out of a chain with others: its state would fail.
+
+    Where adapters are of experts alone, Megatron chains one for all other parameters besides.
+    """
+    if trained := [part for part in _parts(optimizer) if not part.is_stub_optimizer]:
+        optimizer.chained_optimizers = trained
+
+
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that Megatron chains, or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

@@ -22,7 +22,7 @@ from slipstream.learner.model.gpt import output_weight
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
-from slipstream.learner.training.offload import Offload, Tenant
+from slipstream.learner.training.offload import Offload, Resident
 from slipstream.learner.training.passes import ModelPasses, RowHead
 from slipstream.learner.training.pipeline_clock import PipelineClock, bubble_share
 from slipstream.learner.training.states import Share, token_logprobs, token_squares
@@ -50,13 +50,13 @@ class ReferencePolicy(RowHead):
     ) -> None:
         """Freeze a model; ``offload`` is shared by all models of this rank."""
         offload = offload or Offload()
-        frozen = Tenant(model.requires_grad_(False).parameters, is_constant=True)
+        frozen = Resident(model.requires_grad_(False).parameters, is_constant=True)
         weights = offload.take("weights", frozen)
         self._take(model, topology, offload, weights)
         self._offload.use()
 
     def _take(
-        self, model: RankModel, topology: Topology, offload: Offload, weights: Tenant
+        self, model: RankModel, topology: Topology, offload: Offload, weights: Resident
     ) -> None:
         self._model = model
         self._topology = topology
@@ -100,7 +100,7 @@ class ReferencePolicy(RowHead):
         return Reference(states, output_layer(self._model, self._topology, batch))
 
     @torch.no_grad()
-    def renew(self, model: RankModel, weights_of_model: Tenant) -> None:
+    def renew(self, model: RankModel, weights_of_model: Resident) -> None:
         """Copy the weights of a model of the same architecture."""
         self._offload.use(self.weights, weights_of_model)
         self.weights.has_changed()
@@ -125,9 +125,9 @@ class BasePolicy(ReferencePolicy):
     is_base = True
 
     def __init__(
-        self, model: RankModel, topology: Topology, *, offload: Offload, weights: Tenant
+        self, model: RankModel, topology: Topology, *, offload: Offload, weights: Resident
     ) -> None:
-        """Share the model, and the tenant of its ``weights``, with the policy."""
+        """Share the model, and the resident of its ``weights``, with the policy."""
         self._take(model, topology, offload, weights)
 
     @override
@@ -233,7 +233,7 @@ class Policy(Trainable[PolicyOutputs]):
         batches: Sequence[PackedBatch],
         loss_function: LossFunction[PolicyOutputs],
         *,
-        beside: Sequence[Tenant] = (),
+        beside: Sequence[Resident] = (),
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; for a full KL the reference policy is there too."""
         # Coupled ranks run the reference's passes together, not inside a loss: a microbatch without

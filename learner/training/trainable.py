@@ -22,11 +22,12 @@ from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.rank_model import RankModel
 from slipstream.learner.model.topology import Topology
-from slipstream.learner.training.offload import Offload, Tenant, storage_id
+from slipstream.learner.training.offload import Offload, Resident, storage_id
 from slipstream.learner.training.optimizer import (
     MegatronOptimizer,
     begin_steps,
     gradient_norm,
+    leave_out_stubs,
     make_scheduler,
     narrow_moments,
     optimizer_tensors,
@@ -117,10 +118,10 @@ class Trainable(Head[Output]):
         )
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
         self._offload = offload or Offload()
-        take, gradients = self._offload.take, Tenant(self._gradient_buffers, keeps_content=False)
-        self.weights = take("weights", Tenant(model.parameters))
+        take, gradients = self._offload.take, Resident(self._gradient_buffers, keeps_content=False)
+        self.weights = take("weights", Resident(model.parameters))
         self._gradients = take("gradients", gradients)
-        self._state = take("optimizer", Tenant(self._optimizer_state))
+        self._state = take("optimizer", Resident(self._optimizer_state))
         self._offload.use()
 
     @property
@@ -212,12 +213,12 @@ class Trainable(Head[Output]):
         batches: Sequence[PackedBatch],
         loss_function: LossFunction[Output],
         *,
-        beside: Sequence[Tenant] = (),
+        beside: Sequence[Resident] = (),
     ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         The host waits for the GPU once, after the update, for all figures together; with pipeline
-        stages once more, for the last stage's results. Further tenants stay on the device for the
+        stages once more, for the last stage's results. Further residents stay on the device for the
         loss.
 
         Raises:
@@ -255,7 +256,7 @@ class Trainable(Head[Output]):
             )
         return figures, grad_norm
 
-    def _use_whole_weights(self, *beside: Tenant) -> None:
+    def _use_whole_weights(self, *beside: Resident) -> None:
         self._offload.use(self.weights, *beside)
         if self._is_scattered:
             for chunk in self._chunks:
@@ -322,6 +323,7 @@ def _optimizer_of(
     optimizer = get_megatron_optimizer(
         how, chunks, config_overrides=overrides(how, trains_vision=trains_vision)
     )
+    leave_out_stubs(optimizer)
     if share_on_host:
         gc.collect()  # Megatron's first optimizer, of whole weights, refers to itself
     if settings.moments_dtype == "bfloat16":

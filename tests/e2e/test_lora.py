@@ -19,6 +19,9 @@ from tests.support.tiny_run import TinyRun, slipstream
 pytestmark = [pytest.mark.e2e]
 SAME = 1e-4  # nats
 BOUND = 2
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 def wider(folder: Path) -> None:
@@ -92,18 +95,32 @@ def test_every_answer_is_of_one_version_and_no_engine_pauses(
 # tests/integration/test_lora_layouts.py has their learners, the test above engines with adapters.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("name", "targets", "how"),
     [
-        ("qwen3_5", ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"]),
-        ("qwen3_next", ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        ("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("qwen3_5", [*ATTENTION, "out_proj", "down_proj"], "named, next to"),
+        ("qwen3_next", ATTENTION, "named, next to"),
+        ("gpt_oss", ATTENTION, "named, next to"),
+        ("qwen3_moe", ["q_proj", "v_proj", *MLP], "named, next to"),
+        ("deepseek_v3", [*LATENT, *MLP], "named, next to"),
+        (
+            "gpt_oss",
+            ["gate_up_proj", "down_proj"],
+            "merged, because gpt_oss has the weights of all",
+        ),
+        ("qwen3_5", ["in_proj_z", "o_proj"], "merged, because SGLang has no adapters of linear"),
+        (
+            "deepseek_v2_lite",
+            ["q_proj", "down_proj"],
+            "merged, because SGLang has no adapters of q_",
+        ),
     ],
 )
-def test_engines_of_models_with_kinds_of_layers_have_adapters(
-    start_run: Callable[..., TinyRun], inputs: Path, name: str, targets: list[str]
+def test_engines_of_every_kind_of_layer_answer_as_the_learner_computes(
+    start_run: Callable[..., TinyRun], inputs: Path, name: str, targets: list[str], how: str
 ):
-    # Adapters of weights in MXFP4 are refused, tests/unit/generators/sglang/test_sglang_flags.py.
-    written = as_family if name == "gpt_oss" else as_family_of_the_hub
+    # Adapters of weights in MXFP4 are merged, tests/unit/generators/sglang/test_sglang_flags.py.
+    of_hub = name.startswith(("qwen3_5", "qwen3_next"))
+    written = as_family_of_the_hub if of_hub else as_family
     run = start_run(
         **few(inputs),
         before=partial(written, name=name),
@@ -113,10 +130,15 @@ def test_engines_of_models_with_kinds_of_layers_have_adapters(
         learner__lr=1e-2,
     )
     assert run.wait() == 0, run.output
+    assert f"lora.publish: {how}" in run.output
     lags = run.differences()
     assert max(difference for lag, difference in lags if lag == 0) < SAME
     slipstream("export", run.folder)
     final = load_file(run.folder / "adapter" / "adapter_model.safetensors")
-    assert {layer for layer in targets for key in final if f".{layer}." in key} == set(targets)
-    expected = digest_of(expected_adapter_checksums(final))
-    assert run.summary()["last_publish"]["engine_digests"] == {"generator-0": expected}
+    if name == "gpt_oss" and how.startswith("merged"):
+        assert {key.partition(".experts.")[2] for key in final} == {
+            *("base_layer.lora_A.weight", "base_layer.lora_B.weight"),
+            *("lora_A.weight", "lora_B.weight"),
+        }
+    else:
+        assert {layer for layer in targets for key in final if f".{layer}." in key} == set(targets)

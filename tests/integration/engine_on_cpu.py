@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slipstream.generators.sglang import cpu, cpu_models
+from slipstream.generators.sglang import cpu, cpu_adapter_batches, cpu_models
 
 VOCABULARY = 2500  # tokens; no multiple of a block
 LOGITS = {  # types of the output layer, and whether logits are in float32
@@ -23,6 +23,12 @@ LOGITS = {  # types of the output layer, and whether logits are in float32
 SLOTS, HEADS, KEY_HEADS, SIZE = 400, 4, 2, 8
 # Ranks that have the experts, and the experts that a router may choose from.
 EXPERTS = {"experts of two ranks": (2, 6), "experts of three ranks": (3, 6), "idle rank": (2, 3)}
+# Ranks of adapters (0: none), and the adapters of a batch's sequences with their tokens.
+ADAPTERS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "adapters in turns": ([4, 4, 4], [(0, 1), (1, 1), (2, 1), (0, 1), (1, 1)]),
+    "adapters of other ranks": ([4, 0, 2], [(0, 1), (1, 2), (2, 1), (0, 1), (2, 3), (1, 1)]),
+    "few adapters": ([4, 2], [(0, 3), (1, 2)]),
+}
 # tokens that are cached and new ones, of each sequence of a batch
 CASES = {
     "prompts": [(0, 5), (0, 5), (0, 7)],
@@ -102,10 +108,42 @@ def main() -> None:
         f"{name} 0": experts_difference(*sizes, computing, topk, config, random)
         for name, sizes in EXPERTS.items()
     }
+    printed |= {f"{name} 0": adapters_difference(*case, random) for name, case in ADAPTERS.items()}
     for name, pairs in CASES.items():
         for number, order in enumerate(itertools.islice(itertools.permutations(pairs), 3)):
             printed[f"{name} {number}"] = difference(*map(list, zip(*order, strict=True)))
     sys.stdout.write(json.dumps(printed))
+
+
+def adapters_difference(
+    ranks: list[int], runs: list[tuple[int, int]], random: torch.Generator
+) -> float:
+    """Return how far our products with adapters are from SGLang's, of one and of three slices."""
+    from sglang.srt.lora import torch_ops
+
+    theirs = torch_ops.sgemm_lora_a_control_fwd, torch_ops.sgemm_lora_b_control_fwd
+    cpu_adapter_batches.batch_adapters()
+    ours = torch_ops.sgemm_lora_a_control_fwd, torch_ops.sgemm_lora_b_control_fwd
+    torch_ops.sgemm_lora_a_control_fwd, torch_ops.sgemm_lora_b_control_fwd = theirs
+    of_runs, lengths = (torch.tensor(column) for column in zip(*runs, strict=True))
+    num_tokens, most = int(lengths.sum()), max(ranks)
+    farthest = 0.0
+    for ends in ([0, 6], [0, 6, 10, 14]):
+        slices = len(ends) - 1
+        inputs = torch.randn(num_tokens, SIZE, generator=random)
+        a = torch.randn(len(ranks), slices * most, SIZE, generator=random)
+        b = torch.randn(len(ranks), ends[-1], most, generator=random)
+        base = torch.randn(num_tokens, ends[-1], generator=random)
+        scalings = torch.rand(len(ranks), generator=random)
+        found = []
+        for down, up in (theirs, ours):
+            given = of_runs, lengths, torch.tensor(ranks)
+            low = down(inputs, a, *given, scalings, slices)
+            found.append(up(low, b, *given, torch.tensor(ends), base.clone()))
+        farthest = max(farthest, float((found[0] - found[1]).abs().max()))
+        if torch.equal(found[0], base):
+            return float("nan")
+    return farthest
 
 
 def experts_difference(

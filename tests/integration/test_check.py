@@ -408,9 +408,13 @@ def test_ctrl_c_leaves_nothing(folder: Path):
 
 def test_a_dry_run_of_a_sound_run_says_so_and_leaves_nothing(folder: Path):
     before = files_in(folder)
-    _, *words = words_of(folder, {"generators.count": 3}, "--dry-run")
+    adapters = {"lora.rank": 2, "lora.targets": ["up_proj"]}
+    _, *words = words_of(folder, {"generators.count": 3, **adapters}, "--dry-run")
     found = called("run", *words)
     assert found.returncode == 0, found.stdout + found.stderr
+    said = "lora.publish: merged, because lora.targets names up_proj without gate_proj"
+    assert said in found.stdout
+    assert said in called("check", *words[:-1]).stdout
     assert "generator-0 to generator-2" in found.stdout
     assert " 0 fail" in found.stdout
     assert files_in(folder) - before == {folder / "run.toml"}

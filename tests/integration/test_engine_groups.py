@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.engine_on_cpu import CASES, EXPERTS, LOGITS
+from tests.integration.engine_on_cpu import ADAPTERS, CASES, EXPERTS, LOGITS
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -38,6 +38,6 @@ def test_an_engine_answers_for_all_of_its_ranks(tmp_path: Path):
 def test_a_cpu_computes_what_sglang_computes(tmp_path: Path):
     (printed,) = outputs([start(tmp_path, "integration.engine_on_cpu")])
     found = json.loads(printed)
-    assert {name.rsplit(" ", 1)[0] for name in found} == {*CASES, *EXPERTS, *LOGITS}
+    assert {name.rsplit(" ", 1)[0] for name in found} == {*ADAPTERS, *CASES, *EXPERTS, *LOGITS}
     assert all(value < 1e-5 for value in found.values()), found  # NaN fails too
     assert found["widened logits 0"] == 0

@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from tests.integration.recorded import LAYOUTS, Replays, finish, rows, weights
+from tests.integration.test_lora_layouts import added_by_hand
 from tests.integration.test_replay_export_stop import behavior_logprobs, rollouts, slipstream
+from tests.support.families import as_family
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -166,3 +168,56 @@ def test_a_checkpoint_of_other_adapters_or_none_is_refused(
     save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
     printed = refused(*SETTINGS, resume, f"run.model={moved}")
     assert "its adapters belong to other weights than those in run.model now" in printed
+
+
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+MIXTURES = {
+    "deepseek_v3": [*LATENT, "gate_proj", "up_proj", "down_proj"],
+    "gpt_oss": ["gate_up_proj", "down_proj"],  # experts alone are trained
+    "qwen3_5_moe": ["in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj"],
+}
+PARTS = {
+    "etp2": (
+        *("learner.ranks=2", "learner.tensor_parallel=2", "learner.expert_parallel=1"),
+        "learner.expert_tensor_parallel=2",
+    ),
+    "ep2": ("learner.ranks=2", "learner.expert_parallel=2"),
+    "one": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "other"),
+    [
+        ("deepseek_v3", "etp2", "ep2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("gpt_oss", "ep2", "one"), ("qwen3_5_moe", "etp2", "one")]
+        ),
+    ],
+)
+def test_adapters_of_experts_are_resumed_bit_for_bit_and_in_another_layout(
+    tmp_path: Path, family: str, layout: str, other: str
+):
+    replays = Replays(tmp_path, steps=2)
+    as_family(tmp_path, family, num_hidden_layers=2)
+    targets = f"lora.targets={json.dumps(MIXTURES[family])}"
+    settings = (*LORA, targets, "learner.lr=1e-2", "learner.adam_epsilon=1e-3")
+    settings = (*settings, "checkpoint.every_steps=1", "checkpoint.export_at_end=true")
+    run = replays.train("straight", *PARTS[layout], *settings)
+    first = run / "checkpoints" / "step-000001"
+    resume = (*settings, f"run.resume_from={first}")
+    resumed = replays.train("resumed", *PARTS[layout], *resume)
+    right = weights(run)
+    assert all(value.equal(right[name]) for name, value in weights(resumed).items())
+    moved = weights(replays.train("moved", *PARTS[other], *resume))
+    assert max(float((value - right[name]).abs().max()) for name, value in moved.items()) < 2e-5
+
+    slipstream("export", run, "--out", tmp_path / "adapter")
+    if family != "gpt_oss":  # its stacks are PEFT's own form: test_lora_layouts.py
+        merged = added_by_hand(replays.model, tmp_path / "adapter", tmp_path / "merged")
+        by_hand = load_file(merged / "model.safetensors")
+        assert all((by_hand[name] - right[name]).abs().max() < 1e-6 for name in right)
+    before = load_file(replays.model / "model.safetensors")
+    changed = {name for name in right if not right[name].equal(before[name])}
+    assert any(".experts." in name for name in changed)

@@ -94,6 +94,7 @@ class Bus(Published):
             engine,
             TensorSet(self.shapes, "float32"),
             Staging(folder, "generator-0"),
+            num_ranks=settings.generators.num_ranks,
             transport=transport,
             on_pause=self._paused,
             adapters=engine,

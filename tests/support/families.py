@@ -19,12 +19,15 @@ def write_family(folder: Path, name: str, **changes: object) -> Path:
     return folder
 
 
-def as_family(folder: Path, name: str) -> None:
-    """Replace the policy in FOLDER/model by a random model of a family, with the same tokens."""
+def as_family(folder: Path, name: str, **changes: object) -> None:
+    """Replace the policy in FOLDER/model by a random model of a family, with the same tokens.
+
+    Changes are of its config.json.
+    """
     model, written = folder / "model", folder / name
     config = json.loads((model / "config.json").read_text())
     kept = ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings")
-    write_family(written, name, **{key: config[key] for key in kept})
+    write_family(written, name, **{key: config[key] for key in kept}, **changes)
     for file in ("config.json", "model.safetensors"):
         (written / file).replace(model / file)
 

@@ -29,7 +29,7 @@ from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, Traject
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayAddress
 
-WIRE_REVISION = 12
+WIRE_REVISION = 13
 
 # learner_part: of a learner's ranks but the first, which fetch payloads and decide nothing
 Role = Literal[

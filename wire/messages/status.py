@@ -110,6 +110,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: Figure | None = None  # share of the engine's cache that unfinished answers hold
     sequences: Count = 0  # answers that the engine has been given and has not finished
     sequence_limit: Count = 0  # how many it may be given at present; 0: not reported
+    lane_share: Figure | None = None  # a tenant's lanes by its fair share; None: no tenants share
     has_left: bool = False  # left with a Goodbye; its silence is normal
     decision_bytes_per_token: Figure = 0.0  # size of kept tokens and experts that it sent
     probes: Figure = 0.0  # versions that its engine was proven to compute, or not

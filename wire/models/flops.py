@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from slipstream.wire.models.adapters import AdapterFacts, adapter_shapes
+from slipstream.wire.models.adapters import AdapterFacts, is_target
 from slipstream.wire.models.hf_config import HfConfig
 
 # A product of [tokens, k] and [k, n] is 2 k n operations for each token; its backward pass is two
@@ -40,13 +40,17 @@ def num_multiplied_parameters(hf: HfConfig) -> int:
 
 
 def num_adapter_parameters(hf: HfConfig, adapters: AdapterFacts) -> int:
-    """Return how many parameters the adapters of a whole model have; each token meets them all."""
-    weights = {
-        tensor.name: tensor.whole_shape(hf.sizes)
-        for _, parameter in hf.parameters()
+    """Return how many parameters of adapters each token is multiplied with."""
+    return sum(
+        count
+        * adapters.rank
+        * sum(tensor.shape_of_one(hf.sizes))
+        * (hf.experts_per_token if "*" in name else 1)
+        for layer, count in hf.family.layers_of(hf, range(hf.num_hidden_layers))
+        for name, parameter in layer.items()
         for tensor in parameter.tensors
-    }
-    return sum(map(math.prod, adapter_shapes(weights, adapters).values()))
+        if is_target(tensor.name, adapters.targets)
+    )
 
 
 @dataclass(frozen=True, slots=True)

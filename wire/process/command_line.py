@@ -20,10 +20,11 @@ from slipstream.wire.process.bytecode import write_bytecode
 from slipstream.wire.process.extras import missing_library
 from slipstream.wire.process.health import MAX_PORT
 from slipstream.wire.process.last_words import keep_last_words_from_children, leave_last_words
-from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.load import Table, apply_overrides, load_table, section
 from slipstream.wire.settings.places import with_place
 from slipstream.wire.settings.sections import LoggingSection
 from slipstream.wire.settings.shipped import settings_file
+from slipstream.wire.settings.tenants import tenant_table
 
 OVERRIDES_HELP = "settings that win over the file's, such as learner.lr=1e-6"
 _Error = TypeVar("_Error", bound=BaseException)
@@ -51,6 +52,12 @@ def role_parser(
         required=needs_config,
         metavar="RUN.toml",
         help="the run's settings",
+    )
+    parser.add_argument(
+        "--tenant",
+        default="",
+        metavar="NAME",
+        help="be a role of this tenant of a pool ([tenants])",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="resolve and check the settings, print them, exit"
@@ -108,7 +115,13 @@ def print_json(value: object) -> int:
 
 def load_arguments(arguments: argparse.Namespace) -> Table:
     """Return the settings that the command line names."""
-    return load_table(arguments.config, arguments.overrides)
+    table = load_table(arguments.config, arguments.overrides)
+    if not arguments.tenant:
+        return table
+    table = tenant_table(table, arguments.tenant)
+    own = [override for override in arguments.overrides if not override.startswith("tenants.")]
+    apply_overrides(table, own)  # they win over the tenant's file, too
+    return table
 
 
 def log_settings(table: Table) -> LoggingSection:
@@ -143,7 +156,8 @@ def _placed(error: SlipstreamError, arguments: argparse.Namespace) -> str:
 
 def settings_arguments(arguments: argparse.Namespace) -> list[str]:
     """Return the settings part of a command line, for a process with the same settings."""
-    return ["--config", str(arguments.config), *arguments.overrides]
+    tenant = ["--tenant", arguments.tenant] if arguments.tenant else []
+    return ["--config", str(arguments.config), *tenant, *arguments.overrides]
 
 
 def run_role(body: Callable[[], int]) -> int:

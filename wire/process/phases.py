@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 WAIT = "wait"
 ACT = "act"  # phase of a generator: environments answer all of its trajectories
+TURN = "turn"  # phase of a learner's tenant whose batch is ready while others are trained
 PHASE_TIME = "time/phase/"  # prefix of a phase's name in a learner step's figures
 
 

@@ -38,6 +38,7 @@ SECTIONS = (
     "logging",
     "profile",
     "deploy",
+    "tenants",
 )
 _VERL_SECTIONS = {
     "actor_rollout_ref",
@@ -69,8 +70,7 @@ def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
         raise ConfigError(f"cannot read the run's settings {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(table, override)
+    apply_overrides(table, overrides)
     where = f" in {path}" if path is not None else ""
     for name, section in table.items():
         if name not in SECTIONS:
@@ -120,6 +120,16 @@ def _without_none(table: Table) -> Table:
         for key, value in table.items()
         if value is not None
     }
+
+
+def apply_overrides(table: Table, overrides: Sequence[str]) -> None:
+    """Put ``section.key=value`` into a table.
+
+    Raises:
+        ConfigError: one is not of this form.
+    """
+    for override in overrides:
+        _apply_override(table, override)
 
 
 def _apply_override(table: Table, override: str) -> None:

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.predict.memory.learner_rank import MemoryPart, learner_stages, total_bytes
-from slipstream.generators.config import GeneratorsSection
+from slipstream.deploy.predict.memory.learner_rank import (
+    MemoryPart,
+    adapter_parameters,
+    learner_stages,
+    total_bytes,
+)
+from slipstream.generators.config import GeneratorSettings, GeneratorsSection
 from slipstream.generators.versions.shadow_state import has_room
-from slipstream.learner.config import LearnerSettings
+from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.wire.models.fp8 import bytes_per_parameter
 from slipstream.wire.models.hf_config import HfConfig
 
@@ -121,6 +126,19 @@ def shadow_bytes(memory: Sequence[MemoryPart]) -> float:
     return sum(part.num_bytes for part in memory if part.what == _SHADOW)
 
 
+def adapters_bytes(hf: HfConfig, generators: GeneratorSettings) -> float:
+    """Return the bytes of the adapters that one rank of an engine has room for.
+
+    It has places for all versions that it keeps and one more, of the largest rank, as if no matrix
+    were split over ranks.
+    """
+    if not generators.lora.is_named:
+        return 0.0
+    count = adapter_parameters(hf, LearnerSection(), generators.lora.facts(), 0).count
+    element = 4 if generators.dtype == "float32" else 2
+    return float(element * count * (generators.num_kept_adapters + 1))
+
+
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """Return the memory of one rank of an engine; the cache takes the rest of the share.
 
@@ -138,6 +156,8 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
         more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
     fraction = static_share(generators)
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - each * count, 0.0)
+    adapters = adapters_bytes(hf, config.generators)
+    pool = max(pool - adapters, 0.0)
     has_shadow = config.generators.keeps_shadow and has_room(each * count, free=pool)
     shadow = each * count if has_shadow else 0.0
     pool -= shadow
@@ -153,6 +173,11 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     if state:
         law += f", and {state:,} of each sequence's recurrent state"
     sequences = pool / (per_token * longest + state)
+    kept = MemoryPart(
+        "versions of adapters",
+        adapters,
+        f"{config.generators.num_kept_adapters} + 1 places of rank {config.generators.lora.rank}",
+    )
     second = MemoryPart(_SHADOW, shadow, "as the weights, where the cache keeps 3/4 of its room")
     return [
         MemoryPart(
@@ -168,6 +193,7 @@ def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             "bytes a token",
         ),
         *([second] if shadow else []),
+        *([kept] if adapters else []),
         MemoryPart(
             "graphs and activations",
             (1 - fraction) * config.deploy.gpu_memory_gib * GIB,

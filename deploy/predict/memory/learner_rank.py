@@ -29,7 +29,7 @@ from slipstream.deploy.predict.memory.offloaded import (
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model.division import section_for, stage_layers
 from slipstream.learner.parallel import ParallelSizes
-from slipstream.wire.models.adapters import AdapterFacts, layer_of
+from slipstream.wire.models.adapters import AdapterFacts, is_target
 from slipstream.wire.models.families.tables import Parameter, Sizes, Table
 from slipstream.wire.models.hf_config import HfConfig
 from slipstream.wire.settings.lora import LoraSection
@@ -114,18 +114,24 @@ def adapter_parameters(
     Raises:
         ConfigError: the settings do not divide the layers.
     """
-    rank, ranks = facts.rank, learner.sizes.tensor
-    sizes = []
+    sizes = learner.sizes
+    found: dict[bool, list[int]] = {
+        False: [],
+        True: [],
+    }  # elements, of all but experts and of these
     for number in _numbers_of_rank(hf, learner, stage):
-        for parameter in hf.family.layer_of(hf, number).values():
+        for name, parameter in hf.family.layer_of(hf, number).items():
+            of_experts = "*" in name
+            ranks = sizes.expert_tensor if of_experts else sizes.tensor
+            matrices = hf.num_routed_experts // sizes.expert if of_experts else 1
             for tensor in parameter.tensors:
-                if layer_of(tensor.name) not in facts.targets or len(tensor.shape) != 2:
-                    continue
-                rows, columns = tensor.whole_shape(hf.sizes)
-                split = parameter.split
-                sizes.append(rank * columns // (ranks if split == "columns" else 1))
-                sizes.append(rank * rows // (ranks if split == "rows" else 1))
-    return RankParameters(sum(sizes), 0, max(sizes, default=0))
+                if is_target(tensor.name, facts.targets):
+                    rows, columns = tensor.shape_of_one(hf.sizes)
+                    columns //= ranks if parameter.split == "columns" else 1
+                    rows //= ranks if parameter.split == "rows" else 1
+                    found[of_experts] += [facts.rank * matrices * size for size in (columns, rows)]
+    largest = max(found[False] + found[True], default=0)
+    return RankParameters(sum(found[False]), sum(found[True]), largest)
 
 
 def _shares(parameters: Table, sizes: Sizes, ranks: int) -> list[int]:

@@ -1,185 +1,81 @@
-"""Low-rank adapters of a Megatron model's linear layers (Hu et al., arXiv:2106.09685).
+"""Low-rank adapters of a Megatron model's linear layers, latent attention and experts included.
 
-An adapter adds s B A x to the output W x of a layer whose weight W does not change. Megatron's
-fused layers have one pair of A and B for each tensor that Hugging Face's model has there, as PEFT
-has them, and their outputs are fused as the weights are.
-
-A layer that splits its output over tensor-parallel ranks splits B by rows, and has A whole; a layer
-that splits its input splits A by columns, and has B whole. Ranks exchange the r numbers per token
-between the two. So every gradient is complete on each rank; with sequence parallelism, the gradient
-of a whole matrix is the sum over ranks, which Megatron computes for parameters that have its mark.
-
-Shapes: r rank, I size of the layer's input and O of one of its outputs, in the whole model or in a
-rank's share; S tokens of this rank between layers, T after they were gathered.
+Shapes: r rank, I size of a layer's input and O of one of its outputs.
 """
 
+import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.utils import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
-from typing_extensions import override
 
 from slipstream.learner.model import device
+from slipstream.learner.model.adapters.additions import Adapter, ExpertAdapter, LayerShare, LowRank
 from slipstream.learner.model.adapters.low_rank import drawn
-from slipstream.learner.model.rank_model import ADAPTER, RankModel
+from slipstream.learner.model.latent_attention import WholeLinear
+from slipstream.learner.model.rank_model import ADAPTER, RankModel, is_expert, single_weights
 from slipstream.learner.model.weights.gathering import parameter_of, split_of
 from slipstream.learner.model.weights.hf_weights import geometry_of
-from slipstream.learner.model.weights.shards import Geometry, Shard, fuse
-from slipstream.wire.models.adapters import AdapterFacts, check_targets, layer_of, peft_names
-from slipstream.wire.models.families.tables import HfTensor, Parameter
+from slipstream.learner.model.weights.shards import Shard
+from slipstream.wire.models.adapters import AdapterFacts, check_targets, is_target, peft_names_of
+from slipstream.wire.models.families.tables import FusionKind, HfTensor, Parameter, without_expert
 
 _WEIGHT = ".weight"
+_OF_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.\d+\.(\w+)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShare:
-    """A layer's tensors in the whole model, and this rank's share of them."""
+class _Adapted:
+    """A weight with an adapter."""
 
-    parameter: Parameter
-    geometry: Geometry  # sizes of the whole model
-    dim: int | None  # dimension of the weight that ranks split: 0 splits B and not A, 1 A and not B
-    rank: int
-    ranks: int
-
-    def share(self, size: int, dim: int) -> slice:
-        """Return this rank's slice of a length of the whole model, along a dimension."""
-        if dim != self.dim:
-            return slice(0, size)
-        part = size // self.ranks
-        return slice(self.rank * part, (self.rank + 1) * part)
+    adapter: Adapter
+    parameter: Parameter  # contents of the weight
+    expert: int | None = None  # number among this rank's experts
 
 
-class LowRank(torch.nn.Module):
-    """A and B of one Hugging Face tensor."""
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """This rank's share of a tensor of PEFT's, or of an expert's part of it."""
 
-    def __init__(self, a: Tensor, b: Tensor) -> None:
-        """Take this rank's shares: a [r, I], b [O, r]."""
-        super().__init__()
-        self.lora_A = torch.nn.Parameter(a)  # PEFT's names
-        self.lora_B = torch.nn.Parameter(b)
+    name: str
+    tensor: Tensor
+    place: LayerShare
+    dim: int  # dimension that ranks may split
+    parameter: Parameter  # the tensor in the whole model
+    of_experts: bool
 
-
-class Adapter(torch.nn.Module):
-    """The addition to one layer. Its parts are the layer's parts that have an adapter."""
-
-    def __init__(
-        self,
-        place: LayerShare,
-        parts: Mapping[int, LowRank],
-        outputs: Sequence[int],
-        *,
-        scale: float,
-        sequence_parallel: bool,
-    ) -> None:
-        """Take the parts by position in the layer; ``outputs`` are its outputs' sizes [O]."""
-        super().__init__()
-        self.place = place
-        self._parts = dict(parts)
-        self.parts = torch.nn.ModuleList(parts.values())  # registers their parameters
-        self.is_on = True
-        self._outputs = outputs
-        self._scale = scale
-        self._sequence_parallel = sequence_parallel
-        for part in parts.values():
-            for parameter, dim in ((part.lora_A, 1), (part.lora_B, 0)):
-                if place.dim == dim:
-                    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-                else:
-                    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(
-                        parameter
-                    )
-                    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
-
-    def named_parts(self) -> Iterator[tuple[HfTensor, LowRank]]:
-        """Yield the tensors of the whole model that have an adapter."""
-        for at, tensor in enumerate(self.place.parameter.tensors):
-            if at in self._parts:
-                yield tensor, self._parts[at]
-
-    @override
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the addition to the layer's output. [S, 1, I] -> [T or S, 1, sum of O]."""
-        down = torch.cat([part.lora_A for part in self._parts.values()])
-        low = self._exchanged(F.linear(hidden, down)).chunk(len(self._parts), dim=-1)
-        up = {
-            at: F.linear(part_low, part.lora_B) * self._scale
-            for (at, part), part_low in zip(self._parts.items(), low, strict=True)
-        }
-        first = next(iter(up.values()))
-        return self._fused(
-            [
-                up[at] if at in up else first.new_zeros(*first.shape[:-1], size)
-                for at, size in enumerate(self._outputs)
-            ],
-            dim=-1,
-        )
-
-    def _exchanged(self, low: Tensor) -> Tensor:
-        """Return the input of B, exchanged between ranks. Shapes [S or T, 1, n r]."""
-        found: Any = low  # megatron is untyped
-        if self.place.dim == 0 and self._sequence_parallel:
-            found = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        elif self.place.dim == 0:
-            found = copy_to_tensor_model_parallel_region(low)
-        elif self.place.dim == 1 and self._sequence_parallel:
-            found = reduce_scatter_to_sequence_parallel_region(low)
-        elif self.place.dim == 1:
-            found = reduce_from_tensor_model_parallel_region(low)
-        exchanged: Tensor = found
-        return exchanged
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return the layer's weight [sum of O, I] with the addition, in its type."""
-        changes = []
-        for at, size in enumerate(self._outputs):
-            part = self._parts.get(at)
-            if part is None:
-                changes.append(weight.new_zeros(size, weight.shape[1], dtype=torch.float32))
-            else:
-                changes.append(part.lora_B.float() @ part.lora_A.float() * self._scale)
-        return (weight.float() + self._fused(changes, dim=0)).to(weight.dtype)
-
-    def _fused(self, parts: list[Tensor], *, dim: int) -> Tensor:
-        """Return outputs of the layer's parts along a dimension, fused as in the layer."""
-        if self.place.parameter.kind == "copy":
-            return parts[0]
-        along = [part.movedim(dim, 0) for part in parts]
-        groups = self.place.geometry.num_groups(self.place.parameter.kind, self.place.ranks)
-        return fuse(*along, num_groups=groups).movedim(0, dim)
+    def shard(self) -> Shard:
+        """Return the share as part of the tensor."""
+        if self.place.dim != self.dim:
+            return Shard(self.parameter, self.tensor)
+        return Shard(self.parameter, self.tensor, self.dim, self.place.rank, self.place.ranks)
 
 
 class LoraAdapters:
     """Adapters of a rank's part of a model, by the names of their layers' weights."""
 
     def __init__(
-        self,
-        of: Mapping[str, Adapter],
-        facts: AdapterFacts,
-        chunks: Sequence[torch.nn.Module],
-        layers: Sequence[tuple[torch.nn.Module, Adapter]],
+        self, of: Mapping[str, _Adapted], facts: AdapterFacts, chunks: Sequence[torch.nn.Module]
     ) -> None:
-        """Take the adapters of ``add_adapters``, with their ``layers`` in a model's ``chunks``."""
+        """Take the adapters of ``add_adapters``, which a model's ``chunks`` have now."""
         self._of = dict(of)
+        self._adapters = list(dict.fromkeys(adapted.adapter for adapted in self._of.values()))
         self.facts = facts
         self._chunks = chunks
-        self._layers = layers
+        self._layers = [
+            (layer, layer._modules[ADAPTER])
+            for chunk in chunks
+            for layer in chunk.modules()
+            if ADAPTER in layer._modules
+        ]
 
     def attach(self) -> None:
         """Give the layers these adapters, in place of another set's of the same weights.
@@ -192,54 +88,121 @@ class LoraAdapters:
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight with its adapter's addition; unchanged without an adapter."""
-        adapter = self._of.get(name)
-        return weight if adapter is None else adapter.merged(weight)
+        found = self._of.get(name)
+        return weight if found is None else found.adapter.merged(weight, found.expert)
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Switch the adapters off for a block."""
-        for adapter in self._of.values():
+        for adapter in self._adapters:
             adapter.is_on = False
         try:
             yield
         finally:
-            for adapter in self._of.values():
+            for adapter in self._adapters:
                 adapter.is_on = True
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.nn.Parameter, LayerShare, int]]:
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield this rank's share of each tensor; of experts, a view of what is trained."""
+        for adapted in self._of.values():
+            adapter = adapted.adapter
+            for at, part in adapter.by_position.items():
+                named = peft_parameters(adapted.parameter.tensors[at], self.facts)
+                for parameter, whole, dim in zip(
+                    named, (part.lora_A, part.lora_B), (1, 0), strict=True
+                ):
+                    own = whole if adapted.expert is None else single_weights(whole)[adapted.expert]
+                    (name,) = parameter.names
+                    yield HeldTensor(name, own, adapter.place, dim, parameter, adapter.of_experts)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor, LayerShare, int]]:
         """Yield PEFT's name of each tensor, this rank's share, and the dimension that is split."""
-        for adapter in self._of.values():
-            for tensor, part in adapter.named_parts():
-                a, b = peft_names(tensor.name)
-                yield a, part.lora_A, adapter.place, 1
-                yield b, part.lora_B, adapter.place, 0
+        for held in self.held():
+            yield held.name, held.tensor, held.place, held.dim
 
     def owned(self) -> Iterator[tuple[str, Shard]]:
         """Yield the parts that this rank owns, by PEFT's names: the first copy of each."""
-        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        for name, parameter, place, dim in self.named_tensors():
-            if copy == 0 and place.dim == dim:
-                yield name, Shard(one_tensor(name), parameter, dim, place.rank, place.ranks)
-            elif copy == 0 and first:
-                yield name, Shard(one_tensor(name), parameter)
+        for held in self.held():
+            copy, number = _copies(of_experts=held.of_experts)
+            if copy == 0 and (held.place.dim == held.dim or number == 0):
+                yield held.name, held.shard()
 
     def sharded_state(self, prefix: str) -> dict[str, Any]:
         """Return the adapters as Megatron's sharded state, by names of the whole model."""
-        state: dict[str, Any] = {}
-        for name, parameter, place, dim in self.named_tensors():
-            if place.dim == dim:
-                make: Callable[..., object] = make_tp_sharded_tensor_for_checkpoint
-                state[name] = make(parameter, prefix + name, tp_axis=dim)
-            else:
-                state[name] = make_sharded_tensor_for_checkpoint(parameter, prefix + name)
-        return state
+        return {
+            key: _sharded(prefix + key, parameter, adapter, dim, rows)
+            for key, parameter, adapter, dim, rows in self._trained()
+        }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the state read for ``sharded_state``."""
-        for name, parameter, _, _ in self.named_tensors():
-            parameter.copy_(state[name])
+        for key, parameter, *_ in self._trained():
+            parameter.copy_(state[key])
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter, Adapter, int, list[int] | None]]:
+        """Yield key, parameter, adapter, dimension that may be split, and rows of B's matrices."""
+        for adapter in self._adapters:
+            for at, part in adapter.by_position.items():
+                tensor = adapter.place.parameter.tensors[at]
+                a, b = (without_expert(name)[0] for name in peft_names_of(tensor.name, self.facts))
+                yield a, part.lora_A, adapter, 1, None
+                yield b, part.lora_B, adapter, 0, adapter.place.rows(tensor)
+
+
+def _copies(*, of_experts: bool) -> tuple[int, int]:
+    """Return the numbers of this rank among those with copies of a share, and of a whole layer."""
+    if of_experts:
+        return (
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def _sharded(
+    key: str, parameter: torch.nn.Parameter, adapter: Adapter, dim: int, rows: list[int] | None
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return a parameter's place in a checkpoint; each of several matrices of rows has a key."""
+    offsets = []
+    if adapter.of_experts:
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        offsets.append((0, parallel_state.get_expert_model_parallel_rank(), ranks))
+    dim += len(offsets)
+    copy, number = _copies(of_experts=adapter.of_experts)
+    if adapter.place.dim == dim - len(offsets):
+        offsets.append((dim, adapter.place.rank, adapter.place.ranks))
+        number = 0
+
+    def share(key: str, tensor: Tensor, replica: tuple[int, int, int]) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica)
+
+    def matrices(
+        key: str, tensor: Tensor, replica: tuple[int, int, int], *_flattened: object
+    ) -> list[ShardedTensor]:
+        parts = enumerate(torch.split(tensor, rows or [], dim))
+        return [share(f"{key}.{at}", part, replica) for at, part in parts]
+
+    replica = (0, number, copy)
+    if rows is None or len(rows) == 1:
+        return share(key, parameter, replica)
+    return ShardedTensorFactory(
+        key, parameter, matrices, lambda parts: torch.cat(parts, dim), replica
+    )
+
+
+def peft_parameters(tensor: HfTensor, facts: AdapterFacts) -> tuple[Parameter, Parameter]:
+    """Return the tensors A and B of PEFT's for a tensor, or for one expert of a tensor of all."""
+    a, b = peft_names_of(tensor.name, facts)
+    plain = replace(tensor, is_transposed=False)
+    kind: FusionKind = "gate_up" if tensor.below else "copy"
+    return (
+        Parameter("copy", (replace(plain, name=a, below=(), is_interleaved=False),)),
+        Parameter(kind, (replace(plain, name=b),)),
+    )
 
 
 def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankModel:
@@ -249,34 +212,41 @@ def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankMod
     set of adapters of the same weights is detached.
 
     Raises:
-        ConfigError: ``lora.targets`` names no layer of the model, or experts.
+        ConfigError: ``lora.targets`` names no layer of the model.
     """
-    check_targets(model.hf_config.family, facts.targets)
+    check_targets(model.hf_config, facts.targets)
     _detach(model.chunks)
     model.requires_grad_(False)
-    modules = {id(layer.weight): layer for layer in _linear_layers(model)}
-    found: dict[str, Adapter] = {}
-    layers: list[tuple[torch.nn.Module, Adapter]] = []
+    maker = _Maker(model, facts, seed)
+    layers = {id(layer.weight): layer for layer in _linear_layers(model)}
+    found: dict[str, _Adapted] = {}
+    stacks = defaultdict[tuple[str, str], dict[str, Parameter]](dict)
     for name, weight in model.named_parameters():
-        if not name.endswith(_WEIGHT) or id(weight) not in modules:
+        parameter = parameter_of(model, name) if name.endswith(_WEIGHT) else None
+        if parameter is None or not maker.wanted(parameter):
             continue
-        layer, parameter = modules[id(weight)], parameter_of(model, name)
-        wanted = {
-            at: tensor
-            for at, tensor in enumerate(parameter.tensors)
-            if layer_of(tensor.name) in facts.targets
-        }
-        if not wanted:
-            continue
-        place = LayerShare(parameter, geometry_of(model.hf_config), *split_of(name, weight))
-        adapter = _adapter_for(model, place, wanted, facts, seed)
-        layers.append((layer, adapter.to(device.device())))
-        layer.forward = types.MethodType(_adapted, layer)
-        found[name] = adapter
+        if (expert := _OF_EXPERT.fullmatch(name)) is not None:
+            stacks[expert[1], expert[2]][name] = parameter
+        elif (layer := layers.get(id(weight))) is not None:
+            adapter = maker.adapter([parameter], split_of(name, weight))
+            layer.add_module(ADAPTER, adapter)
+            layer.forward = types.MethodType(_adapted, layer)
+            found[name] = _Adapted(adapter, parameter)
+    weights = dict(model.named_parameters())
+    experts = {
+        f"decoder.layers.{number}.mlp.experts": layer.mlp.experts
+        for number, layer in model.numbered_layers()
+        if isinstance(layer.mlp, MoELayer)
+    }
+    for (prefix, kind), parameters in stacks.items():
+        name = next(iter(parameters))
+        adapter = maker.adapter(list(parameters.values()), split_of(name, weights[name]))
+        experts[prefix].adapt(kind, adapter)
+        for number, (name, parameter) in enumerate(parameters.items()):
+            found[name] = _Adapted(adapter, parameter, number)
     if model.config.recompute_granularity is not None and model.first is not None:
         model.first.embedding.register_forward_hook(_with_gradient)
-    model.adapters = adapters = LoraAdapters(found, facts, model.chunks, layers)
-    adapters.attach()
+    model.adapters = LoraAdapters(found, facts, model.chunks)
     return model
 
 
@@ -287,50 +257,70 @@ def _detach(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _linear_layers(model: RankModel) -> Iterator[torch.nn.Module]:
-    kinds = tensor_parallel.ColumnParallelLinear | tensor_parallel.RowParallelLinear
+    kinds = tensor_parallel.ColumnParallelLinear | tensor_parallel.RowParallelLinear | WholeLinear
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, kinds) and getattr(module, "weight", None) is not None:
                 yield module
 
 
-def _adapter_for(
-    model: RankModel,
-    place: LayerShare,
-    wanted: Mapping[int, HfTensor],
-    facts: AdapterFacts,
-    seed: int,
-) -> Adapter:
-    sizes, dtype = model.hf_config.sizes, model.config.params_dtype
-    outputs, parts = [], {}
-    for at, tensor in enumerate(place.parameter.tensors):
-        whole_output, whole_input = tensor.whole_shape(sizes)
-        rows = place.share(whole_output, 0)
-        outputs.append(rows.stop - rows.start)
-        if at in wanted:
-            columns = place.share(whole_input, 1)
-            a = drawn(facts.rank, whole_input, seed=seed, name=tensor.name)[:, columns]
-            b = torch.zeros(rows.stop - rows.start, facts.rank, dtype=dtype)
-            parts[at] = LowRank(a.to(dtype).contiguous(), b)
-    return Adapter(
-        place, parts, outputs, scale=facts.scale, sequence_parallel=model.config.sequence_parallel
-    )
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes adapters of a model's layers."""
+
+    model: RankModel
+    facts: AdapterFacts
+    seed: int
+
+    def wanted(self, parameter: Parameter) -> dict[int, HfTensor]:
+        """Return the tensors of a parameter that get an adapter, by position."""
+        return {
+            at: tensor
+            for at, tensor in enumerate(parameter.tensors)
+            if is_target(tensor.name, self.facts.targets)
+        }
+
+    def adapter(
+        self, parameters: Sequence[Parameter], split: tuple[int | None, int, int]
+    ) -> Adapter:
+        """Return the adapter of a layer, or of the same layer of several experts."""
+        model, rank = self.model, self.facts.rank
+        of_experts = is_expert(parameters[0].names[0])
+        place = LayerShare(parameters[0], geometry_of(model.hf_config), *split)
+        parts = {}
+        for at, tensor in self.wanted(parameters[0]).items():
+            _, size = tensor.shape_of_one(model.hf_config.sizes)
+            columns = place.share(size, 1)
+            drawn_a = [
+                drawn(rank, size, seed=self.seed, name=_name_of(parameter.tensors[at]))[:, columns]
+                for parameter in parameters
+            ]
+            a = torch.stack(drawn_a) if of_experts else drawn_a[0]
+            a = a.to(model.config.params_dtype).contiguous()
+            parts[at] = LowRank(a, a.new_zeros(*a.shape[:-2], sum(place.rows(tensor)), rank))
+        kind = ExpertAdapter if of_experts else Adapter
+        tokens = model.config.sequence_parallel
+        adapter = kind(place, parts, scale=self.facts.scale, sequence_parallel=tokens)
+        return adapter.to(device.device())
 
 
-def one_tensor(name: str) -> Parameter:
-    """Return a parameter that is a single unchanged tensor."""
-    return Parameter("copy", (HfTensor(name, ()),))
+def _name_of(tensor: HfTensor) -> str:
+    """Return a name that only one matrix has."""
+    return tensor.name if tensor.expert is None else f"{tensor.name}.{tensor.expert}"
 
 
 def _adapted(
     layer: torch.nn.Module, hidden: Tensor, *args: object, **kwargs: object
-) -> tuple[Tensor, Tensor | None]:
-    """Replace a layer's forward."""
-    output, bias = type(layer).forward(layer, hidden, *args, **kwargs)
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Replace a layer's forward; Megatron's layers return a bias, too."""
+    output: Tensor | tuple[Tensor, Tensor | None] = type(layer).forward(
+        layer, hidden, *args, **kwargs
+    )
     adapter = getattr(layer, ADAPTER, None)  # the attached set may have none for this layer
     if adapter is None or not adapter.is_on:
-        return output, bias
-    return output + adapter(hidden), bias
+        return output
+    added: Tensor = adapter(hidden)
+    return output + added if isinstance(output, Tensor) else (output[0] + added, output[1])
 
 
 def _with_gradient(_module: torch.nn.Module, _arguments: object, output: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from slipstream.learner.model.experts.grouped_products import grouped_linear, wi
 from slipstream.learner.model.fused_gradients import main_gradient_of
 from slipstream.learner.model.kernels.swiglu import swiglu
 from slipstream.learner.model.kernels.swiglu_form import PLAIN, Form
+from slipstream.learner.model.rank_model import ADAPTER
 from slipstream.wire.models.hf_config import HfConfig
 
 Replica = tuple[int, int, int]  # Megatron's numbers of a copy; the first, (0, 0, 0), is written
@@ -106,16 +107,28 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]  # megatron is untyp
         return places.summed(exchange.back(outputs))
 
     def _outputs(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        up, down = self.linear_fc1, self.linear_fc2
-        gate_up = grouped_linear(rows, up, ends, main_gradient_of(up, self.config))
+        gate_up = self._product("linear_fc1", rows, ends)
         if self.linear_fc1_bias is not None:
             gate_up = with_bias(gate_up, self.linear_fc1_bias, ends)
         weights = weights.unsqueeze(-1)
         inner = swiglu(gate_up, weights, self._form)
-        outputs = grouped_linear(inner, down, ends, main_gradient_of(down, self.config))
+        outputs = self._product("linear_fc2", inner, ends)
         if self.linear_fc2_bias is None:
             return outputs
         return with_bias(outputs, self.linear_fc2_bias, ends, weights)
+
+    def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return each row times the weight of its expert, with what an adapter adds."""
+        weight: torch.nn.Parameter = getattr(self, name)
+        product = grouped_linear(rows, weight, ends, main_gradient_of(weight, self.config))
+        adapter = dict(getattr(self, ADAPTER, {})).get(name)
+        return product if adapter is None or not adapter.is_on else product + adapter(rows, ends)
+
+    def adapt(self, name: str, adapter: torch.nn.Module) -> None:
+        """Have an adapter add to the product with the weights of this name."""
+        if not hasattr(self, ADAPTER):
+            self.add_module(ADAPTER, torch.nn.ModuleDict())
+        getattr(self, ADAPTER)[name] = adapter
 
     @override
     def sharded_state_dict(

@@ -78,8 +78,8 @@ def fuse(*parts: Tensor, num_groups: int = 1) -> Tensor:
         [n * sum of R_i, ...].
     """
     rest = parts[0].shape[1:]
-    by_group = [part.reshape(num_groups, -1, *rest) for part in parts]
-    return torch.cat(by_group, dim=1).reshape(-1, *rest)
+    by_group = [part.reshape(num_groups, len(part) // num_groups, *rest) for part in parts]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
 def in_turn(rows: Tensor, count: int) -> list[Tensor]:
@@ -98,6 +98,13 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
             place.copy_(part[: len(place)])
         else:
             _copy(place.view(part.shape), part)
+
+
+def read_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> None:
+    """Fill a shard, of any kind but the vocabulary, from its place in the whole tensors."""
+    places = places_of(shard, wholes, geometry)
+    for place, part in zip(places, _parts_of(shard, places, geometry), strict=True):
+        part.copy_(place.view(part.shape))
 
 
 def write_in_fp8(

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from slipstream.learner.batches.packing import pack
+from slipstream.learner.batches.packing import TrainTrajectory, pack
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.step import train_step
@@ -56,6 +56,34 @@ def publish_adapters(policy: "Policy", topology: "Topology", file: Path) -> None
     writer.close()
 
 
+def read_back(policy: "Policy", adapter: Path, model: Path) -> bool:
+    """Write the adapters as a folder, and return whether they are the same when they are read."""
+    from slipstream.learner.model.adapters.peft import adapters_of, load_adapter, save_adapter
+
+    policy.bring_weights()
+    save_adapter(policy.model, adapter, str(model))
+    tensors = [held.tensor.detach() for held in adapters_of(policy.model).held()]
+    written = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    load_adapter(policy.model, adapter)
+    return all(tensor.equal(before) for tensor, before in zip(tensors, written, strict=True))
+
+
+def raw_logprobs(policy: "Policy", sequence: TrainTrajectory) -> list[float]:
+    """Return the logprob of each next token, of temperature 1 and with every token allowed."""
+    from tests.support.logits import packed_logits
+
+    tokens = torch.from_numpy(sequence.token_ids).long()
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    with torch.no_grad():
+        places = torch.arange(len(tokens))
+        logits = packed_logits(policy.model, tokens, places, ends, [len(tokens)], None)
+    logprobs = logits[:-1, : policy.model.hf_config.vocab_size].float().log_softmax(-1)
+    found: list[float] = logprobs.gather(-1, tokens[1:, None]).squeeze(-1).tolist()
+    return found
+
+
 def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora: str) -> None:
     learner = section_of(layout, lr=2e-2, adam_epsilon=1e-3)
     topology = join_ranks(work, rank, world_size, learner)
@@ -81,6 +109,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
         assert policy.reference is not None
         before = policy.reference.logprobs(batches[0])
         mine = [outputs.logprobs for outputs in policy.proximal(batches[0])]
+        if world_size == 1:
+            report[f"{name} raw at first"] = [raw_logprobs(policy, s) for s in everything]
         report[f"{name} adds at first"] = distance(before, mine)
         for step in range(NUM_STEPS):
             outcomes = random_outcomes(everything, step=step)
@@ -97,10 +127,13 @@ def main(folder: Path, work: Path, rank: int, world_size: int, layout: str, lora
         ).count(True)
         save_hf_folder(policy.model, work / f"merged-{name}", folder)
         report[f"{name} published"] = published(policy, topology, work / f"merged-{name}")
-        publish_adapters(policy, topology, work / f"adapters-{name}.safetensors")
+        if not policy.model.hf_config.family.stacks_experts or "gate_up_proj" not in lora:
+            publish_adapters(policy, topology, work / f"adapters-{name}.safetensors")
         if world_size == 1:
             together = pack(everything, device.device())
             report[f"{name} logprobs"] = policy.proximal([together])[0].logprobs.tolist()
+            report[f"{name} read back"] = read_back(policy, work / f"adapter-{name}", folder)
+            report[f"{name} raw"] = [raw_logprobs(policy, s) for s in everything]
             policy.bring_weights()
             report[f"{name} plain"] = [
                 value for s in everything for value in plain_logprobs(policy.model, s)

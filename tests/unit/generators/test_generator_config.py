@@ -179,14 +179,6 @@ def test_without_workers_an_environment_gives_all_rewards(model: Path):
             {"generators": {"sglang": {"tp_size": 4, "ep_size": 2}}},
             r"moe_intermediate_size .* generators\.sglang\.tp_size / ep_size, got 51 and 2",
         ),
-        (
-            {},
-            {
-                "generators": {"sglang": {"tp_size": 2, "ep_size": 2}},
-                "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]},
-            },
-            r"ep_size must be 1 with lora\.rank, got 2: adapters",
-        ),
     ],
 )
 def test_groups_of_experts_that_cannot_be_equal_are_named_with_both_numbers(

@@ -91,14 +91,14 @@ _model.setting(
 
 
 def _published(setting: str) -> Rule:
-    return lambda value, _: Counterpart({setting: "merged" if value is True else "named"})
+    return lambda value, _: Counterpart({setting: "merged" if value is True else "auto"})
 
 
 _model.setting(
     "lora.merge",
     "lora.publish",
     rules.unless(_without_adapters, _published),
-    '`"merged"`, `"named"`',
+    '`"merged"`, `"auto"`',
 )
 
 # ---- the rest ------------------------------------------------------------------

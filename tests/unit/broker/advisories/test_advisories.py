@@ -164,6 +164,17 @@ def fruitless(dropped: int, ready: int = 0) -> Trends:
 
 
 Case = tuple[str, RunStatus, Trends, RunStatus, Trends]
+
+
+def sharing(*shares: float) -> RunStatus:
+    """A tenant with these shares of its fair share of lanes, by generator."""
+    engines = [
+        replace(role(f"g-{number}", "generator"), lane_share=share)
+        for number, share in enumerate(shares)
+    ]
+    return status(roles=[role("learner", "learner"), *engines])
+
+
 HERE = status()
 Columns = Mapping[str, Column]
 
@@ -230,6 +241,7 @@ CASES: list[Case] = [
         *(with_alarm('40% are dropped; set run.staleness_mode = "wait"'), history()),
         *(HERE, history()),
     ),
+    ("tenant-starved", sharing(0.3, 0.66), history(), sharing(0.3, 0.72), history()),
     of_series("learner-starved", busy, 0.74, 0.76),
     of_series("generators-starved", lambda x: busy(1.0, x), 0.74, 0.76),
     of_series(
@@ -261,7 +273,7 @@ CASES: list[Case] = [
 NAMES = [case[0] for case in CASES]
 WITHOUT_WINDOW = {  # events
     *("survivorship-bias", "step-without-end"),
-    *("engine-left-out", "engine-quarantined"),
+    *("engine-left-out", "engine-quarantined", "tenant-starved"),
 }
 
 

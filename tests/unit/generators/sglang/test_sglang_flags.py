@@ -350,10 +350,13 @@ def test_what_adapters_cannot_be_had_with_is_refused(tmp_path: Path):
             r'weightbus\.transport = "collective" writes into the weights .* set "tcp" or "disk"',
         ),
         (
-            {"lora": {"targets": ["k_proj", "o_proj"]}},
-            r"lora\.targets names k_proj without q_proj, v_proj, and SGLang would leave it out",
+            {"lora": {"targets": ["k_proj", "o_proj"], "publish": "named"}},
+            r'publish = "named" cannot be had: .* names k_proj without q_proj, v_proj, and SGLang',
         ),
-        ({"lora": {"targets": ["up_proj"]}}, r"names up_proj without gate_proj"),
+        (
+            {"lora": {"publish": "named"}, "generators": {"sglang": {"ep_size": 2}}},
+            r'publish = "named" cannot be had: generators\.sglang\.ep_size = 2',
+        ),
         (
             {"generators": {"sglang": {"max_lora_rank": 8}}},
             r"generators\.sglang\.max_lora_rank follows from other settings",
@@ -363,20 +366,16 @@ def test_what_adapters_cannot_be_had_with_is_refused(tmp_path: Path):
             adapters(tmp_path, **changed)
 
 
-def test_adapters_over_an_mlp_that_a_cpu_pads_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"intermediate_size = 176 of run\.model is no multiple"):
-        adapters(tmp_path, hidden=64)
-    adapters(tmp_path, hidden=64, lora={"targets": ["q_proj", "v_proj"]})
-    adapters(tmp_path, hidden=64, lora={"publish": "merged"})
-
-
-def test_adapters_beside_weights_that_an_engine_makes_up_are_refused(tmp_path: Path):
+def test_adapters_that_no_engine_can_hold_are_published_in_the_weights(tmp_path: Path):
+    assert adapters(tmp_path).lora.publish == "named"
+    assert adapters(tmp_path, hidden=64).lora.publish == "merged"  # an MLP that a CPU pads
+    assert adapters(tmp_path, hidden=64, lora={"targets": ["o_proj"]}).lora.publish == "named"
+    assert adapters(tmp_path, lora={"targets": ["up_proj"]}).lora.publish == "merged"
     adapters(tmp_path)
     path = tmp_path / "config.json"
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
-    with pytest.raises(ConfigError, match=r'is quantized, .* set lora\.publish = "merged"'):
-        generator_settings_of(tmp_path, lora={"rank": 4})
+    assert generator_settings_of(tmp_path, lora={"rank": 4}).lora.publish == "merged"
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -220,6 +220,19 @@ def test_one_that_fits_is_taken():
         assert stage_layers(hf, section) == layers
 
 
+def test_a_stage_without_a_target_is_refused():
+    dense = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+    hf = msgspec.structs.replace(EXPERTS, model_type="glm4_moe", **dense)
+    learner, targets = LearnerSection(pipeline_parallel=2), ["shared_experts.down_proj"]
+    with pytest.raises(
+        ConfigError, match=r"names shared_experts\.down_proj, and no layer of .* 0 has"
+    ):
+        refuse_layout(hf, learner, targets=targets)
+    refuse_layout(hf, learner, targets=["down_proj"])
+    refuse_layout(hf, LearnerSection(), targets=targets)
+    refuse_layout(hf, LearnerSection(pipeline_parallel=2, layers_per_stage=(3, 1)), targets=targets)
+
+
 def test_a_model_beside_the_policy_is_divided_as_far_as_the_settings_are_about_it():
     learner = LearnerSection(pipeline_parallel=2, layers_per_stage=(1, 2), expert_parallel=2)
     refuse_layout(DENSE, section_for(DENSE, learner), "algo.teacher.model")

@@ -78,6 +78,12 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     assert cost.quadratic == whole.quadratic, "queries, keys and values have gradients"
 
 
+def test_a_token_meets_the_adapters_of_its_own_experts_alone():
+    facts = AdapterFacts(rank=8, alpha=16.0, targets=("down_proj", "q_proj"))
+    of_token = 48 * 8 * ((2048 + 32 * 128) + 8 * (768 + 2048))  # 8 of 128 experts
+    assert num_adapter_parameters(shape_of("Qwen3-30B-A3B"), facts) == of_token
+
+
 @pytest.mark.parametrize("adapters", [None, AdapterFacts(rank=8, alpha=16.0, targets=("q_proj",))])
 def test_the_output_layer_meets_the_tokens_before_those_that_are_trained(
     adapters: AdapterFacts | None,

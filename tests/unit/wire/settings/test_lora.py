@@ -1,10 +1,13 @@
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.settings.load import to_table
-from slipstream.wire.settings.lora import LINEAR_LAYERS, LoraSection, lora_section
+from slipstream.wire.settings.load import Table, to_table
+from slipstream.wire.settings.lora import LINEAR_LAYERS, LoraSection, lora_section, publishing
+from tests.support.family_models import MODELS, SHAPE
 
 
 def test_without_a_rank_there_are_no_adapters():
@@ -40,3 +43,45 @@ def test_what_is_no_adapter_is_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             lora_section({"lora": settings})
+
+
+def run_of(folder: Path, name: str, **lora: object) -> Table:
+    (folder / "config.json").write_text(json.dumps({**SHAPE, **MODELS[name]}))
+    (folder / "tokenizer.json").write_text("{}")
+    return {
+        "run": {"model": str(folder)},
+        "generators": {"device": "cpu"},
+        "lora": {"rank": 4, "targets": ["q_proj", "v_proj"], **lora},
+    }
+
+
+def test_a_run_says_how_adapters_are_published_and_why(tmp_path: Path):
+    said = {
+        "next to the weights in every engine": run_of(tmp_path, "qwen3"),
+        "as lora.publish says": run_of(tmp_path, "qwen3", publish="merged"),
+    }
+    for reason, table in said.items():
+        route = lora_section(table).publish
+        assert publishing(table) == f"lora.publish: {route}, {reason}"
+    table = run_of(tmp_path, "qwen3_5", targets=["in_proj_z"])
+    assert lora_section(table).publish == "merged"
+    assert publishing(table) == (
+        "lora.publish: merged, because SGLang has no adapters of linear attention's in_proj_z"
+    )
+    assert publishing({"run": {"model": str(tmp_path)}}) == ""
+
+
+@pytest.mark.parametrize("name", ["ep_size", "attn_dp_size"])
+def test_engines_of_several_groups_have_adapters_in_their_weights(tmp_path: Path, name: str):
+    table = run_of(tmp_path, "qwen3_moe")
+    table["generators"]["sglang"] = {"tp_size": 2, name: 2}
+    assert lora_section(table).publish == "merged"
+    assert f"because generators.sglang.{name} = 2" in publishing(table)
+
+
+def test_named_adapters_that_no_engine_can_hold_are_refused(tmp_path: Path):
+    table = run_of(tmp_path, "qwen3_5", targets=["in_proj_z"], publish="named")
+    with pytest.raises(
+        ConfigError, match=r'publish = "named" cannot be had: SGLang has no .*"merged"'
+    ):
+        lora_section(table)

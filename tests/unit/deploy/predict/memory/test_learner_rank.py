@@ -16,6 +16,7 @@ from slipstream.deploy.predict.memory.gpu import learner_memory
 from slipstream.deploy.predict.memory.learner_rank import (
     TENSORS,
     RankParameters,
+    adapter_parameters,
     learner_stages,
     passes_in_flight,
     rank_parameters,
@@ -347,6 +348,26 @@ def test_adapters_alone_have_gradients_and_an_optimizer():
         assert sizes["weights"] == 4 * (own + mine)
         assert sizes["gradients"] == 4 * mine
         assert sizes["moments"] == 8 * mine
+
+
+@pytest.mark.parametrize(
+    ("parts", "tensor", "experts", "divided"),
+    [
+        ({}, 1, 128, 1),
+        ({"expert_parallel": 8}, 1, 16, 1),
+        ({"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 2}, 2, 32, 2),
+    ],
+)
+def test_a_rank_has_adapters_of_its_own_experts(
+    parts: dict[str, object], tensor: int, experts: int, divided: int
+):
+    hf, rank = shape_of("Qwen3-30B-A3B"), 8
+    facts = LoraSection(rank=rank, targets=("q_proj", "gate_proj", "down_proj")).facts()
+    found = adapter_parameters(hf, settings(ranks=8, **parts).learner, facts, 0)
+    hidden, inner, queries = 2048, 768, 4096
+    assert found.dense == 48 * rank * (hidden + queries // tensor)
+    assert found.expert == 48 * experts * rank * 2 * (hidden + inner // divided)
+    assert found.largest == max(experts * rank * hidden, rank * queries // tensor)
 
 
 def test_the_first_stage_has_the_tower_and_what_it_keeps(tmp_path: Path):
