@@ -42,7 +42,11 @@ class Executor:
     """The models of all tenants on this rank."""
 
     def __init__(self, settings: LearnerSettings, topology: Topology) -> None:
-        """Load the base model, and every model's durable state."""
+        """Load the base model, and every model's durable state.
+
+        Raises:
+            ConfigError: no tenant can have adapters of lora.targets.
+        """
         self._base = FrozenBase.load(settings, topology)
         self._leads = topology.rank == 0
         self._places = ServedPlaces(settings.run)
@@ -50,6 +54,8 @@ class Executor:
             self._base.model, topology, max_tokens=settings.learner.max_tokens_per_microbatch
         )
         self.models: dict[str, TenantModel] = {}
+        lora = settings.lora.facts()  # refused at the start, and not at a tenant's first command
+        TenantModel(self._base.model, LoraSpec(rank=1, alpha=1.0, targets=lora.targets))
         self._load_states()
 
     @property
