@@ -154,7 +154,9 @@ class WorkerDesk:
             self._waiters.leave(name, event)
 
     async def _next(self, request: TakeCommand) -> Answered | None:
-        found = await self._thread(self._log.next_command, request.at, now=time.time())
+        found = await self._thread(
+            self._log.next_command, request.at, life=request.life, now=time.time()
+        )
         live = await self._thread(lambda: self._log.live_models)
         if found is None:
             return None if set(request.at) <= set(live) else (Nothing(models=live), [])

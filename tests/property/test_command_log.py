@@ -17,6 +17,7 @@ from slipstream.wire.messages.commands import CommandFailed, Losses, Outcome, St
 from tests.property.schedules import draw_schedules, profile
 from tests.support.command_log import SPEC, ListLearner, ask, open_log
 
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a disk takes its time
 TENANTS = {"a0": "alice", "a1": "alice", "b0": "bob"}
 MODELS = st.sampled_from(sorted(TENANTS))
 KINDS: st.SearchStrategy[Kind] = st.sampled_from(
@@ -29,7 +30,7 @@ class CommandLogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory(prefix="commands-")
+        self.folder = tempfile.TemporaryDirectory(prefix="commands-", dir=MEMORY)
         self.path = Path(self.folder.name) / "commands.db"
         self.log = open_log(self.path)
         for tenant in sorted(set(TENANTS.values())):

@@ -187,6 +187,7 @@ class TakeCommand(Struct, frozen=True, kw_only=True, tag=True):
     """A learner asks for the next command; ``at`` is the last one each model has carried out."""
 
     at: ByName[Number]
+    life: Name  # another one after each start of the learner
     wait_s: Seconds
 
 
