@@ -26,7 +26,7 @@ from slipstream.wire.messages.commands import CommandFailed, LoraSpec, Outcome, 
 from slipstream.wire.settings.serve import ServeSection
 
 Kind = Literal["create", "forward", "backward", "step", "save", "sample"]
-MOST_LIVES = 8  # of learners that ended by one command, as far as can be known
+MOST_LIVES = 8  # learners that may end by one command
 GRACE_S = 600.0  # a fetched result is kept for so long: its answer may not have arrived
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from slipstream.broker.commands.log import Kind
 from slipstream.broker.commands.refusals import RequestRefusedError
+from slipstream.deploy.launch.scratch import MEMORY
 from slipstream.wire.messages.commands import CommandFailed, Losses, Outcome, Stepped
 from tests.property.schedules import draw_schedules, profile
 from tests.support.command_log import SPEC, ListLearner, ask, open_log
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a disk takes its time
 TENANTS = {"a0": "alice", "a1": "alice", "b0": "bob"}
 MODELS = st.sampled_from(sorted(TENANTS))
 KINDS: st.SearchStrategy[Kind] = st.sampled_from(
