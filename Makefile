@@ -102,6 +102,12 @@ ENVIRONMENTS := textarena==0.7.4 nltk==3.10.4 chess==1.11.2 python-dotenv==1.2.4
 ENVIRONMENT_TESTS := tests/integration/test_gymnasium.py tests/integration/test_mcp.py \
 	tests/integration/test_openenv.py tests/integration/test_verifiers.py
 VERIFIERS := verifiers==0.4.0
+# Recipes for the SDK that slipstream serve answers; what they share with us comes from .venv.
+COOKBOOK := tinker-cookbook==0.6.1 chz==0.4.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 \
+	multiprocess==0.70.19 pandas==3.1.1 pyrage==1.4.0 blobfile==3.3.0 cloudpickle==3.1.3 \
+	tml-renderers==0.2.1 tiktoken==0.14.0 termcolor==3.3.0 lxml==6.1.3 pycryptodomex==3.24.2 \
+	python-dateutil==4.0.0 pytz==2026.6 six==1.17.0 tzdata==2026.6 sympy==1.14.0 mpmath==1.4.1 \
+	pylatexenc==2.11 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
@@ -111,6 +117,8 @@ test-slow: setup  ## whole fault matrices, new schedules, a real chat model; abo
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py tests/contract/test_trackers.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/agents openai-agents==0.24.0 smolagents==1.26.0 \
 		anthropic==2.14.0
+	$(PY) -m pip install $(QUIETLY) --target .cache/cookbook --no-deps $(COOKBOOK)
+	PYTHONPATH=.cache/cookbook $(PY) -m pytest -q tests/integration/test_cookbook.py
 	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix .cache/codex @openai/codex@0.171.0
 	PYTHONPATH=.cache/agents $(PY) -m pytest -q tests/integration/test_agent_clients.py
 	$(PY) -m pip install $(QUIETLY) --target .cache/environments --no-deps $(ENVIRONMENTS)

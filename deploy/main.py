@@ -31,7 +31,6 @@ COMMANDS = {
     ),
     "render": ("render", "write files for Slurm, Kubernetes, compose or SkyPilot"),
     "scale": ("scale", "start or end generators of a run that is under way"),
-    "status": ("status", "the screen of a running run, printed once"),
     "top": ("top", "watch a run in this terminal"),
     "dashboard": ("dashboard", "the page of a run, running or ended"),
     "metrics": ("metrics", "figures of runs: newest values, or every step as CSV"),

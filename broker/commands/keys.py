@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
 _PREFIX = "tml-"  # the SDK takes no other key
 
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+class TenantHash(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant and the SHA-256 of its key."""
 
     name: str
@@ -38,7 +38,7 @@ class TenantKeys:
         self.refresh()
 
     def tenant(self, key: str) -> str:
-        """Return whose key this is; empty if it is nobody's.
+        """Return whose key this is; empty for an unknown one.
 
         Keys are found by their hashes, so no time that this takes tells of one.
         """
@@ -49,12 +49,12 @@ class TenantKeys:
         self._by_hash = {tenant.hash: tenant.name for tenant in tenants(self._folder)}
 
 
-def tenants(folder: Path) -> list[Tenant]:
+def tenants(folder: Path) -> list[TenantHash]:
     """Return the tenants in a folder, by name. Other files are logged and left out."""
     found = []
     for path in sorted(folder.glob("*.toml")):
         try:
-            found.append(msgspec.toml.decode(path.read_bytes(), type=Tenant))
+            found.append(msgspec.toml.decode(path.read_bytes(), type=TenantHash))
         except FileNotFoundError:
             continue  # revoked at this moment
         except (ValueError, *UNREADABLE) as error:

@@ -1,7 +1,8 @@
 """The durable log of commands: every promise to a tenant is a row on disk before it is made.
 
 One SQLite file has all state; a method is one transaction, so a process that is killed between two
-calls has lost nothing and done nothing twice. Only the turns of tenants are in memory alone. The
+calls has lost nothing and done nothing twice. Only the turns of tenants, and
+the lives of learners, are in memory alone. The
 clock comes in as a parameter.
 
 A model's commands are numbered without a gap from 0, which makes it. They are carried out in this
@@ -21,11 +22,12 @@ import msgspec
 
 from slipstream.broker.commands.refusals import RequestRefusedError
 from slipstream.wire.messages.codec import decode_outcome, decode_sample, encode
-from slipstream.wire.messages.commands import Failed, LoraSpec, Outcome, Sampled, Saved
+from slipstream.wire.messages.commands import CommandFailed, LoraSpec, Outcome, Sampled, Saved
 from slipstream.wire.settings.serve import ServeSection
 
 Kind = Literal["create", "forward", "backward", "step", "save", "sample"]
-GRACE_S = 600.0  # for which a fetched result is kept: its answer may not have arrived
+MOST_LIVES = 8  # learners that may end by one command
+GRACE_S = 600.0  # a fetched result is kept for so long: its answer may not have arrived
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, key TEXT NOT NULL, info BLOB NOT NULL,
@@ -61,6 +63,7 @@ class SaveDetails(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str = ""
     kind: Literal["training", "sampler"]
+    overwrite: bool = True
     sampler: str = ""
     ttl_s: float | None = None
     info: dict[str, str] = {}
@@ -120,6 +123,7 @@ class CommandLog:
             self._db.execute(f"PRAGMA {pragma}")
         self._db.executescript(_SCHEMA)
         self._turns: dict[str, int] = {}  # tenant -> when it was last served
+        self._lives: dict[tuple[str, int], set[str]] = {}  # learners that were handed a command
         self._clock = count(1)
         with self._transaction() as db:
             db.execute("UPDATE sessions SET seen = ? WHERE ended = ''", (now,))
@@ -203,7 +207,7 @@ class CommandLog:
         self._db.execute(f"UPDATE {table} SET ended = ? WHERE id = ?", (reason, target))  # noqa: S608 ours
         query = "SELECT no FROM commands WHERE target = ? AND done IS NULL"
         for row in self._db.execute(query, (target,)).fetchall():
-            self._finish(row["no"], Failed(reason=reason, category="user"), now=now)
+            self._finish(row["no"], CommandFailed(reason=reason, category="user"), now=now)
         self._db.execute(
             "UPDATE commands SET body = NULL, bytes = iif(fetched IS NULL, length(outcome), 0)"
             " WHERE target = ? AND body IS NOT NULL",
@@ -216,7 +220,7 @@ class CommandLog:
         """Accept the command that makes a model; return its future.
 
         Raises:
-            RequestRefusedError: the session is none of the tenant's, or a quota is full.
+            RequestRefusedError: the tenant has no such session, or a quota is full.
         """
         with self._transaction() as db:
             if (known := self._known(ask)) is not None:
@@ -242,23 +246,28 @@ class CommandLog:
         A repetition returns the future of the first.
 
         Raises:
-            RequestRefusedError: model or sampler are none of the tenant's, another command has the
-                number, or a quota is full.
+            RequestRefusedError: the tenant has no such model or sampler, another command has the
+                number, or a quota is full. Or a checkpoint has the name: the number is used up.
         """
+        reason = ""
         with self._transaction() as db:
             if (known := self._known(ask)) is not None:
                 return known
             self._refuse_full(ask)
             if ask.details is not None:
                 self._refuse_save(ask.tenant, ask.details)
+                reason = self._name_taken(ask.details)
             if ask.kind != "sample":
                 db.execute("UPDATE models SET seen = ? WHERE id = ?", (now, ask.target))
-            return self._insert(ask, now=now)
+            self._insert(ask, reason, now=now)
+        if reason:
+            raise RequestRefusedError(400, reason)
+        return _id(ask)
 
     def refuse(self, ask: Ask, reason: str, *, now: float) -> None:
         """Give a refused command its place in the order, so that those behind it are carried out.
 
-        Nothing happens where the number is taken, or the model is none of the tenant's.
+        Nothing happens where the number is taken, or the tenant has no such model.
         """
         with self._transaction():
             try:
@@ -266,9 +275,7 @@ class CommandLog:
             except RequestRefusedError:
                 return
             if known is None:
-                self._insert(ask, now=now)
-                no = self._number("SELECT no FROM commands WHERE id = ?", _id(ask))
-                self._finish(no, Failed(reason=reason, category="user"), now=now)
+                self._insert(ask, reason, now=now)
 
     def _known(self, ask: Ask) -> str | None:
         """Return the future of an equal command that is there already."""
@@ -332,7 +339,14 @@ class CommandLog:
                 429, f"{most} checkpoints are kept (serve.max_checkpoints): delete some"
             )
 
-    def _insert(self, ask: Ask, *, now: float) -> str:
+    def _name_taken(self, details: SaveDetails) -> str:
+        """Return why weights cannot be saved under a name; empty if they can."""
+        known = self._one("SELECT 1 FROM checkpoints WHERE path = ?", details.path)
+        is_free = known is None or details.overwrite
+        return "" if is_free else f"{details.path} is there already: overwrite it, or delete it"
+
+    def _insert(self, ask: Ask, refused: str = "", *, now: float) -> str:
+        """Add a command, with its outcome if it is refused; return its future."""
         details = None if ask.details is None else msgspec.msgpack.encode(ask.details)
         self._db.execute(
             "INSERT INTO commands (id, tenant, target, number, kind, asked, body, details, bytes,"
@@ -342,6 +356,9 @@ class CommandLog:
                 *(ask.body, details, len(ask.body), now),
             ),
         )
+        if refused:
+            no = self._number("SELECT no FROM commands WHERE id = ?", _id(ask))
+            self._finish(no, CommandFailed(reason=refused, category="user"), now=now)
         return _id(ask)
 
     # ---- futures -------------------------------------------------------------------------------
@@ -378,7 +395,7 @@ class CommandLog:
                 )
 
     def cancel(self, tenant: str, request: str, *, now: float) -> None:
-        """End a sample that nobody waits for any more."""
+        """End a sample that is not wanted any more."""
         with self._transaction():
             row = self._one(
                 "SELECT no FROM commands WHERE id = ? AND tenant = ? AND kind = 'sample'"
@@ -387,7 +404,7 @@ class CommandLog:
                 tenant,
             )
             if row is not None:
-                self._finish(row["no"], Failed(reason="cancelled", category="user"), now=now)
+                self._finish(row["no"], CommandFailed(reason="cancelled", category="user"), now=now)
 
     def completions(
         self, tenant: str, sampler: str, clone: int, cursor: int, *, block: int
@@ -404,7 +421,7 @@ class CommandLog:
         found = []
         for row in rows:
             data = row["outcome"] or b""
-            failed = not data or isinstance(decode_outcome(data), Failed)
+            failed = not data or isinstance(decode_outcome(data), CommandFailed)
             found.append((int(row["done_no"]), str(row["id"]), failed, len(data)))
         return found
 
@@ -435,7 +452,7 @@ class CommandLog:
         """Make a sampler of a version, or of the base model with an empty path.
 
         Raises:
-            RequestRefusedError: session or path are none of the tenant's.
+            RequestRefusedError: the tenant has no such session or path.
         """
         with self._transaction() as db:
             self._session(tenant, session)
@@ -468,7 +485,7 @@ class CommandLog:
         """Return a checkpoint of the tenant's; ``kind`` is the one that is wanted.
 
         Raises:
-            RequestRefusedError: there is none.
+            RequestRefusedError: the tenant has no such checkpoint.
         """
         row = self._checkpoint(tenant, path, kind, now=now)
         return row, msgspec.msgpack.decode(row["spec"], type=LoraSpec)
@@ -507,13 +524,15 @@ class CommandLog:
         rows = self._db.execute("SELECT id FROM models WHERE ended = ''")
         return tuple(row["id"] for row in rows)
 
-    def next_command(self, at: Mapping[str, int], *, now: float) -> Next | None:
+    def next_command(self, at: Mapping[str, int], *, life: str = "", now: float) -> Next | None:
         """Return the next command of the tenant that waited longest; None if nothing is to do.
 
-        A model whose state is older than what it held before ends: its state was lost.
+        A model whose state is older than what it held before ends: its state was lost. So does one
+        whose command ends learner after learner.
 
         Args:
             at: Last command that each model of the learner has carried out.
+            life: Name of this learner; another one after each start.
             now: The time.
         """
         query = "SELECT id, tenant, applied FROM models WHERE ended = ''"
@@ -532,6 +551,13 @@ class CommandLog:
             if found is None:
                 continue
             self._turns[row["tenant"]] = next(self._clock)
+            lives = self._lives.setdefault((row["id"], number), set())
+            lives.add(life)
+            if len(lives) > MOST_LIVES:
+                reason = f"the learner ended {MOST_LIVES} times while it carried out {number}"
+                with self._transaction():
+                    self._end("models", row["id"], reason, now=now)
+                continue
             if found["done"] is None:
                 return Next(row["id"], number, "new", found["body"])
             if found["kind"] == "backward" and found["body"] is not None:
@@ -546,13 +572,14 @@ class CommandLog:
 
         Commands up to ``applied``, the last in the model's durable state, are not handed out again.
         """
+        self._lives.pop((model, number), None)
         with self._transaction() as db:
             row = self._one("SELECT * FROM commands WHERE target = ? AND number = ?", model, number)
             if row is None:
                 return
             if row["done"] is None:
                 self._finish(row["no"], outcome, now=now)
-                if number == 0 and isinstance(outcome, Failed):
+                if number == 0 and isinstance(outcome, CommandFailed):
                     self._end("models", model, outcome.reason, now=now)
             db.execute("UPDATE models SET applied = max(applied, ?) WHERE id = ?", (applied, model))
             db.execute(
@@ -605,7 +632,7 @@ class CommandLog:
         row = self._one("SELECT * FROM commands WHERE no = ?", no)
         if row is None:
             return
-        keeps_body = row["kind"] == "backward" and not isinstance(outcome, Failed)
+        keeps_body = row["kind"] == "backward" and not isinstance(outcome, CommandFailed)
         size = len(data) + (len(row["body"] or b"") if keeps_body else 0)
         self._db.execute(
             "UPDATE commands SET outcome = ?, done = ?, bytes = ?, body = iif(?, body, NULL),"
@@ -636,7 +663,7 @@ class CommandLog:
             )
 
     def expire(self, *, now: float) -> bool:
-        """Forget what nobody wants any more: old results, silent sessions, old checkpoints.
+        """Forget what is not wanted any more: old results, silent sessions, old checkpoints.
 
         Returns:
             True if commands that wait have failed.

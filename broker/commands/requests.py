@@ -6,7 +6,7 @@ targets of each.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.broker.commands.protobuf import array_of, read_forward_backward
 from slipstream.broker.commands.refusals import RequestRefusedError
+from slipstream.wire.messages.bounds import Count
 from slipstream.wire.messages.commands import Datum, Forward, LoraSpec, LossName, OptimStep, Sample
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.unreadable import UNREADABLE
@@ -40,17 +41,17 @@ _WHY_NOT = {
 }
 _MOST_TEXT = 4096  # characters of a text that ends an answer
 _MOST_STOPS = 64
-_MOST_ANSWERS = 4096  # of one sample
+_MOST_ANSWERS = 4096  # answers of one sample
 _MOST_TOP = 1024
 _MOST_TARGETS = 1 << 22  # targets of a datum
-_SECONDS = (3600, 315_360_000)  # of a checkpoint's life: an hour to ten years
+_SECONDS = (3600, 315_360_000)  # life of a checkpoint: an hour to ten years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The model that all tenants train."""
 
-    name: str  # as tenants name it: run.model
+    name: str  # name that tenants use: run.model
     vocab_size: int
     longest: int  # tokens of a sequence
     lora: LoraSection  # the greatest rank, and the layers that may have adapters
@@ -110,7 +111,7 @@ class CreateModelRequest(_Request, frozen=True, kw_only=True):
     """Make a model."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Count
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
@@ -123,9 +124,9 @@ class LoadWeightsRequest(_Request, frozen=True, kw_only=True):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Count | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Count | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -147,7 +148,7 @@ class OptimStepRequest(_Request, frozen=True, kw_only=True):
     """Update a model."""
 
     model_id: str
-    seq_id: int
+    seq_id: Count
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
 
@@ -156,9 +157,9 @@ class SaveWeightsRequest(_Request, frozen=True, kw_only=True):
     """Save a model with its optimizer, or for sampling."""
 
     model_id: str
-    seq_id: int
+    seq_id: Count
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Count | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -169,7 +170,7 @@ class CreateSamplerRequest(_Request, frozen=True, kw_only=True):
     """Make a client that samples."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
 
@@ -181,13 +182,13 @@ class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
 
 
-class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt."""
 
     chunks: list[TextChunk]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class DrawingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is drawn."""
 
     max_tokens: int | None = None
@@ -201,10 +202,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRequest(_Request, frozen=True, kw_only=True):
     """Draw answers to a prompt."""
 
-    prompt: ModelInput
-    sampling_params: SamplingParams
+    prompt: PromptBody
+    sampling_params: DrawingParams
     sampling_session_id: str
-    seq_id: int
+    seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # a block of numbers for each copy
     num_samples: int = 1
     base_model: str | None = None
     model_path: str | None = None
@@ -229,15 +230,15 @@ class FuturesTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling_session_id: str
     type: str = "sampling_session"
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**32)] = 0
 
 
 class FuturesRequest(_Request, frozen=True, kw_only=True):
     """The samples of a client that have ended."""
 
     target: FuturesTarget
-    prev_cursor: int = 0
-    timeout: float | None = None
+    prev_cursor: Count = 0
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     retrieved_request_ids: list[str] = []
 
 
@@ -250,14 +251,14 @@ class PathRequest(_Request, frozen=True, kw_only=True):
 class TtlRequest(_Request, frozen=True, kw_only=True):
     """When a checkpoint is to expire."""
 
-    ttl_seconds: int | None = None
+    ttl_seconds: Annotated[int, msgspec.Meta(ge=_SECONDS[0], le=_SECONDS[1])] | None = None
 
 
 def read(body: bytes, kind: type[R]) -> R:
     """Return a request in JSON.
 
     Raises:
-        RequestRefusedError: it is none, or has a field that this server does not know.
+        RequestRefusedError: it is not one, or has a field that this server does not know.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -275,12 +276,12 @@ def hash_of(*parts: bytes) -> bytes:
 
 def model_id(session: str, number: int) -> str:
     """Return the id of a session's model, which the SDK knows as well."""
-    return f"{session}:train:{_whole(number, 'model_seq_id')}"
+    return f"{session}:train:{number}"
 
 
 def sampler_id(session: str, number: int) -> str:
     """Return the id of a session's sampler."""
-    return f"{session}:sample:{_whole(number, 'sampling_session_seq_id')}"
+    return f"{session}:sample:{number}"
 
 
 def spec_of(asked: CreateModelRequest, model: ServedModel) -> LoraSpec:
@@ -471,7 +472,7 @@ def name_of_save(asked: SaveWeightsRequest) -> str:
     """Return the name under which weights are saved; empty for those of a new sampler alone.
 
     Raises:
-        RequestRefusedError: it is no name, or the time of life is none.
+        RequestRefusedError: it is no name, or no time of life.
     """
     name, ttl = asked.path, asked.ttl_seconds
     if ttl is not None and not _SECONDS[0] <= ttl <= _SECONDS[1]:
@@ -495,7 +496,7 @@ def sample_of(asked: SampleRequest, version: str, model: ServedModel) -> Sample:
     """Return the command for an engine.
 
     Raises:
-        RequestRefusedError: the prompt is none of this model's, or something is asked for that
+        RequestRefusedError: the prompt is not for this model, or something is asked for that
             engines here do not give.
     """
     for name, is_set in (
@@ -568,12 +569,6 @@ def _bounded(kind: type[R], what: str, **fields: object) -> R:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(kind(**fields)), type=kind)
     except msgspec.ValidationError as error:
         raise RequestRefusedError(400, f"{what}: {error}") from error
-
-
-def _whole(number: int, name: str) -> int:
-    if not 0 <= number < 2**53:
-        raise RequestRefusedError(400, f"{name} must be 0 or more, got {number}")
-    return number
 
 
 def _finite(number: float, name: str) -> float:

@@ -81,7 +81,7 @@ async def _open_to_workers(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     cleanup.callback(context.term)
     limit, own = limit_of(_WORKERS), settings.run.socket("broker")
-    own.unlink(missing_ok=True)  # of one that was killed
+    own.unlink(missing_ok=True)  # left by one that was killed
     near = EventLoopRouter(context, f"ipc://{own}", on_message=desk.on_message, limit=limit)
     cleanup.callback(near.close)
     if ring is None:
@@ -101,7 +101,7 @@ async def _open_to_workers(
 
 
 class _Cleaner:
-    """Forgets what nobody wants any more, and reads keys again."""
+    """Forgets what is not wanted any more, and reads keys again."""
 
     def __init__(
         self, log: CommandLog, thread: LogThread, waiters: Waiters, places: ServedPlaces

@@ -26,8 +26,8 @@ from slipstream.broker.listening.gate import limit_of
 from slipstream.broker.listening.http import HttpServer
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.commands import (
+    CommandFailed,
     CreateModel,
-    Failed,
     LoadWeights,
     LoraSpec,
     Losses,
@@ -39,8 +39,8 @@ from slipstream.wire.messages.commands import (
 
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
-_WAIT_S = 25.0  # for a result; the SDK gives up after 45 s
-_CALLS = 512  # of a tenant at a time
+_WAIT_S = 25.0  # wait for a result; the SDK gives up after 45 s
+_CALLS = 512  # calls of a tenant at a time
 _CLONES = 1_000_000_000  # numbers of each copy of a sampling client
 _SHARE = 1 / 2  # part of all descriptors that tenants may use
 _PROTOBUF = "application/x-protobuf"
@@ -62,13 +62,19 @@ class CommandSite:
         waiters: Waiters,
         keys: TenantKeys,
         model: asks.ServedModel,
+        *,
+        wait_s: float = _WAIT_S,
     ) -> None:
+        """Prepare to serve; ``wait_s`` is the longest wait of a request for a result."""
+        self._wait_s = wait_s
         self._log = log
         self._thread = thread
         self._waiters = waiters
         self._keys = keys
         self._model = model
-        self._fetched: dict[str, set[str]] = {}  # by tenant, to be noted with the next clean-up
+        self._fetched: dict[
+            str, set[str]
+        ] = {}  # results by tenant, to be noted with the next clean-up
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_in_sdks_form])
         for path, handler in {
             "client/config": self._client_config,
@@ -264,7 +270,7 @@ class CommandSite:
         details: SaveDetails | None = None,
     ) -> web.StreamResponse:
         """Answer a numbered command of a model: with its future, or the reason of its refusal."""
-        if not 1 <= number < 2**53:
+        if not number:
             raise RequestRefusedError(400, f"seq_id must be 1 or more, got {number}")
         ask = Ask(tenant, model, number, kind, asks.hash_of(asked), body, details)
         if reason:
@@ -320,16 +326,19 @@ class CommandSite:
         details = SaveDetails(
             path=path,
             kind=kind,
+            overwrite=asked.overwrite or kind == "sampler",
             sampler=sampler,
             ttl_s=asked.ttl_seconds,
             info=asked.user_metadata or {},
         )
+        # The SDK numbers samplers anew when it repeats a request: the first number counts.
+        same = msgspec.structs.replace(asked, sampling_session_seq_id=int(bool(sampler)))
         return await self._accepted(
             tenant,
             asked.model_id,
             asked.seq_id,
             "save",
-            body,
+            msgspec.json.encode((kind, same)),
             encode(SaveWeights(kind=kind)),
             reason=reason,
             details=details,
@@ -448,8 +457,6 @@ class CommandSite:
         body = await request.read()
         asked = asks.read(body, asks.SampleRequest)
         row = await self._thread(self._log.sampler, tenant, asked.sampling_session_id)
-        if not 0 <= asked.seq_id < 2**63:
-            raise RequestRefusedError(400, f"seq_id must be 0 or more, got {asked.seq_id}")
         sample = asks.sample_of(asked, row["version"], self._model)
         hashed = asks.hash_of(body)
         ask = Ask(tenant, row["id"], asked.seq_id, "sample", hashed, encode(sample))
@@ -464,7 +471,7 @@ class CommandSite:
     async def _retrieve(self, request: web.Request, tenant: str) -> web.StreamResponse:
         asked = asks.read(await request.read(), asks.FutureRequest)
         name, loop = asked.request_id, asyncio.get_running_loop()
-        deadline = loop.time() + _WAIT_S
+        deadline = loop.time() + self._wait_s
         event = self._waiters.entered(name)
         try:
             while True:
@@ -492,7 +499,8 @@ class CommandSite:
         target, loop = asked.target, asyncio.get_running_loop()
         sampler, clone = target.sampling_session_id, target.cloned_sampler_id
         await self._thread(self._log.sampler, tenant, sampler)
-        wait_s = _WAIT_S if asked.timeout is None else min(max(asked.timeout, 0.0), _WAIT_S)
+        most = self._wait_s
+        wait_s = most if asked.timeout is None else min(asked.timeout, most)
         deadline = loop.time() + wait_s
         event = self._waiters.entered(sampler)
         try:
@@ -537,7 +545,7 @@ def _answer(future: Future) -> web.StreamResponse:
     """Return the outcome of a command as the SDK reads it."""
     details = future.details
     match future.outcome:
-        case Failed(reason=reason, category=category):
+        case CommandFailed(reason=reason, category=category):
             return web.json_response({"error": reason, "category": category})
         case Losses() as losses:
             return web.Response(body=write_losses(losses), content_type=_PROTOBUF)
@@ -577,7 +585,7 @@ def _page(request: web.Request) -> tuple[int, int]:
         limit = int(request.query.get("limit", "100"))
     except ValueError as error:
         raise RequestRefusedError(400, f"offset and limit are numbers: {error}") from error
-    return max(0, offset), min(max(1, limit), 1000)
+    return min(max(0, offset), 10**9), min(max(1, limit), 1000)
 
 
 @web.middleware

@@ -1,4 +1,4 @@
-"""Who waits for what in a command server, and the log on a thread of its own."""
+"""Waiting for what happens in a command server, and the log on a thread of its own."""
 
 import asyncio
 from collections import defaultdict
@@ -13,7 +13,7 @@ LEARNER, ENGINES = "learner", "engines"  # what a worker waits for
 
 
 class Waiters:
-    """Wakes those who wait under a name. A wake-up may come without a reason, but never too late.
+    """Wakes those that wait under a name. A wake-up may come without a reason, but never too late.
 
     Look for what you wait for after ``entered``, and wait then.
     """
@@ -34,7 +34,7 @@ class Waiters:
             del self._events[name]
 
     def wake(self, *names: str) -> None:
-        """Wake those who wait under these names."""
+        """Wake those that wait under these names."""
         for name in names:
             for event in self._events.get(name, ()):
                 event.set()

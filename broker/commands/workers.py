@@ -1,7 +1,7 @@
 """Answers the learner and the engines of a command server, over ZeroMQ.
 
-Who holds which sample is in memory alone: a generator names those it has whenever it asks, and
-whoever is silent loses them. Samples may be drawn twice then, and count once.
+The holders of samples are known in memory alone: a generator names those it has whenever it asks,
+and loses them when it is silent. Samples may be drawn twice then, and count once.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from slipstream.wire.models.adapters import CONFIG, TENSORS
 from slipstream.wire.settings.serve import ServedPlaces
 
 _log = logging.getLogger(__name__)
-_SILENCE_S = 20.0  # of a generator, after which others get its samples
+_SILENCE_S = 20.0  # silence of a generator, after which others get its samples
 _LONGEST_WAIT_S = 10.0
 _ROLES = {TakeCommand: "learner", ReportCommand: "learner"}  # the others are of generators
 Answered = tuple[WorkerAnswer, list[Frame]]
@@ -154,7 +154,9 @@ class WorkerDesk:
             self._waiters.leave(name, event)
 
     async def _next(self, request: TakeCommand) -> Answered | None:
-        found = await self._thread(self._log.next_command, request.at, now=time.time())
+        found = await self._thread(
+            self._log.next_command, request.at, life=request.life, now=time.time()
+        )
         live = await self._thread(lambda: self._log.live_models)
         if found is None:
             return None if set(request.at) <= set(live) else (Nothing(models=live), [])

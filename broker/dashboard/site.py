@@ -158,7 +158,8 @@ class PageServer:
             is_key(key, token) for key in (request.query.get("token", ""), bearer(request))
         )
         if not is_known:
-            raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
+            text = "open the address that `slipstream top --once` prints\n"
+            raise web.HTTPUnauthorized(text=text)
 
     async def _page(self, _request: web.Request) -> web.StreamResponse:
         response = answer(self.files[self._page_name], "text/html")

@@ -1,4 +1,4 @@
-"""`slipstream top`: a run in a terminal, live."""
+"""`slipstream top`: a run in a terminal, live; or once and whole, of an ended run its last."""
 
 import argparse
 import os
@@ -22,12 +22,13 @@ from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     dashboard_address,
+    page_line,
     run_of_folder,
     saved_status,
     trouble_with,
 )
 from slipstream.deploy.terminal.recent import Recent, newest_status, recent_of
-from slipstream.deploy.terminal.screen import draw
+from slipstream.deploy.terminal.screen import ALL, draw
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.messages.status import RunStatus
@@ -37,6 +38,7 @@ from slipstream.wire.settings.sections import RunSection
 _EVERY_S = 1.0
 EXAMPLES = """examples:
   slipstream top                           the newest run; q quits
+  slipstream top --once                    its screen once, with every line
   slipstream top runs/demo --json          its figures and advisories once, for programs
 
 It works over ssh on a terminal of 80x24 and shows more on a larger one. The advice at the top is
@@ -47,6 +49,7 @@ explained in docs/operations.md.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_run(parser)
+    parser.add_argument("--once", action="store_true", help="print every line once, and exit")
     add_json(parser, "print the figures once, for programs")
 
 
@@ -65,8 +68,15 @@ def main(arguments: argparse.Namespace) -> int:
         status = newest_status(run, stored, recent)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()
+    if arguments.once:
+        page = page_line(run, is_terminal=console.is_terminal)
+        status = newest_status(run, stored, recent)
+        console.print(draw(status, recent, console, height=ALL, footer=page))
+        return 0
     if not console.is_terminal:
-        raise ConfigError("slipstream top draws on a terminal, and this is not one: use --json")
+        raise ConfigError(
+            "slipstream top draws on a terminal, and this is not one: use --once or --json"
+        )
     watcher = StatusWatcher(every_s=_EVERY_S)
     watcher.start(run)
     live = Live(console=console, screen=True, auto_refresh=False)

@@ -1,4 +1,4 @@
-"""The state of a run as lines of text: drawn by `slipstream run`, `top` and `status`."""
+"""The state of a run as lines of text: drawn by `slipstream run` and `top`."""
 
 import re
 import textwrap

@@ -11,7 +11,7 @@ from slipstream.generators.sglang.running import running_engine, watch
 from slipstream.wire.errors import EngineError, EngineRefusedError, ProtocolError, RefusedError
 from slipstream.wire.messages.codec import Frame, decode_sample, encode
 from slipstream.wire.messages.commands import (
-    Failed,
+    CommandFailed,
     FetchVersion,
     HandedSamples,
     Outcome,
@@ -24,8 +24,8 @@ from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 
 _log = logging.getLogger(__name__)
-_TRIES, _AGAIN_S = 3, 2.0  # of a sample that the engine gives no answer to
-_WAIT_S = 5.0  # for samples; well below the silence after which others get this one's
+_TRIES, _AGAIN_S = 3, 2.0  # tries of a sample without an answer, and the pause between them
+_WAIT_S = 5.0  # wait for samples; well below the silence after which others get this one's
 
 
 async def serve_samples(settings: GeneratorSettings, name: str, health: Health) -> None:
@@ -128,7 +128,7 @@ class SampleWorker:
                 _log.warning("sample %s has no answer: %s", name, error)
                 is_final = isinstance(error, RefusedError | EngineRefusedError)
                 if is_final or not tries_left:
-                    outcome = Failed(reason=str(error)[:1000], category="server")
+                    outcome = CommandFailed(reason=str(error)[:1000], category="server")
                 else:  # an engine that has died ends this process before
                     await asyncio.sleep(_AGAIN_S)
         await self._link.ask(ReportSample(request=name), encode(outcome))

@@ -18,8 +18,8 @@ from slipstream.learner.model.topology import Topology
 from slipstream.learner.starting_policy import FrozenBase
 from slipstream.wire.files.replace import replace_file, replacing_folder
 from slipstream.wire.messages.commands import (
+    CommandFailed,
     CreateModel,
-    Failed,
     Forward,
     LoadWeights,
     LoraSpec,
@@ -42,15 +42,20 @@ class Executor:
     """The models of all tenants on this rank."""
 
     def __init__(self, settings: LearnerSettings, topology: Topology) -> None:
-        """Load the base model, and every model's durable state."""
+        """Load the base model, and every model's durable state.
+
+        Raises:
+            ConfigError: no tenant can have adapters of lora.targets.
+        """
         self._base = FrozenBase.load(settings, topology)
-        self._name = settings.run.model
         self._leads = topology.rank == 0
         self._places = ServedPlaces(settings.run)
         self._passes = TenantPasses(
             self._base.model, topology, max_tokens=settings.learner.max_tokens_per_microbatch
         )
         self.models: dict[str, TenantModel] = {}
+        lora = settings.lora.facts()  # refused at the start, and not at a tenant's first command
+        TenantModel(self._base.model, LoraSpec(rank=1, alpha=1.0, targets=lora.targets))
         self._load_states()
 
     @property
@@ -84,7 +89,7 @@ class Executor:
             case LoadWeights():
                 return self._loaded(model, number, operation)
         if tenant is None:
-            return Failed(reason=f"{model} is not there", category="server")
+            return CommandFailed(reason=f"{model} is not there", category="server")
         tenant.attach()
         outcome: Outcome
         match operation:
@@ -97,7 +102,7 @@ class Executor:
                 outcome = Stepped(metrics={"grad_norm": norm})
                 if not abs(norm) < float("inf"):
                     reason = f"the gradient is not finite ({norm}): nothing was changed"
-                    outcome = Failed(reason=reason, category="user")
+                    outcome = CommandFailed(reason=reason, category="user")
                 return self._kept(model, tenant, number, outcome)
             case SaveWeights(kind=kind):
                 outcome = self._saved(tenant, kind)
@@ -127,8 +132,10 @@ class Executor:
         except (ValueError, KeyError, SafetensorError) as error:
             reason = f"the weights cannot be loaded: {error}"
             if number == 0:
-                return Failed(reason=reason, category="server")
-            return self._kept(model, tenant, number, Failed(reason=reason, category="server"))
+                return CommandFailed(reason=reason, category="server")
+            return self._kept(
+                model, tenant, number, CommandFailed(reason=reason, category="server")
+            )
         self.models[model] = tenant
         return self._kept(model, tenant, number, Made())
 
@@ -147,7 +154,7 @@ class Executor:
         }
         data = save(tensors, metadata={"format": "pt"})
         facts = AdapterFacts(rank=spec.rank, alpha=spec.alpha, targets=spec.targets)
-        config = adapter_config(facts, self._name)
+        config = adapter_config(facts, "")  # a model's place is no part of what a version is
         digest = hashlib.sha256(config + data).hexdigest()
         folder = self._places.version(digest)
         if self._leads and not folder.is_dir():

@@ -5,6 +5,7 @@ Rank 0 asks; every rank gets what it was handed, and does the same with it.
 
 import asyncio
 import logging
+import secrets
 from contextlib import ExitStack
 
 import msgspec
@@ -32,7 +33,7 @@ from slipstream.wire.settings.sections import RunSection
 from slipstream.wire.settings.serve import ServedPlaces
 
 _log = logging.getLogger(__name__)
-_WAIT_S = 5.0  # for a command
+_WAIT_S = 5.0  # wait for a command
 _LOOK_S = 0.2  # between two looks whether a stop is requested
 
 
@@ -67,6 +68,7 @@ class _Desk:
 
     def __init__(self, loop: BackgroundLoop, run: RunSection) -> None:
         self._loop = loop
+        self._life = secrets.token_hex(8)
 
         async def connect() -> CommandLink:
             return CommandLink(run)
@@ -75,7 +77,7 @@ class _Desk:
 
     def take(self, at: dict[str, int], stop: StopRequest) -> tuple[WorkerAnswer, bytes] | None:
         """Return what is to be done next, and the command; None once a stop is requested."""
-        request = TakeCommand(at=at, wait_s=_WAIT_S)
+        request = TakeCommand(at=at, life=self._life, wait_s=_WAIT_S)
 
         async def ask() -> tuple[WorkerAnswer, bytes] | None:
             asking = asyncio.create_task(self._link.ask(request, wait_s=_WAIT_S))

@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.wire.messages.commands import LossName
 
 Inputs = Mapping[str, Tensor]
-_LOW, _HIGH, _BETA = 0.8, 1.2, 0.05  # of the SDK's own losses where a client names none
+_LOW, _HIGH, _BETA = 0.8, 1.2, 0.05  # options of the SDK's own losses, without others
 
 
 def _cross_entropy(logprobs: Tensor, inputs: Inputs, _options: Mapping[str, float]) -> Tensor:

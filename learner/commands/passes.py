@@ -112,6 +112,8 @@ class TenantPasses:
 
     def _of_micros(self, command: Forward, micros: list[_Micro]) -> tuple[float, dict[int, bytes]]:
         """Return this replica's loss, and the log-probabilities of its data by their places."""
+        if not micros:  # other replicas have all of the data
+            return 0.0, {}
         batches = [micro.batch for micro in micros]
         outputs: list[Tensor] = []
         if command.backward:

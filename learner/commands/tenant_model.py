@@ -34,7 +34,7 @@ class StateFacts(msgspec.Struct, frozen=True, kw_only=True):
     spec: LoraSpec
     step: int  # updates of the optimizer
     applied: int = -1  # last command that it holds
-    outcome: Outcome | None = None  # of that command
+    outcome: Outcome | None = None  # outcome of that command
     model: str = ""
 
 
@@ -61,7 +61,7 @@ class TenantModel:
         self._waiting: list[Tensor] | None = None  # gradients since the last step
         self.at = -1  # last command carried out
         self.applied = -1  # last command in the durable state
-        self.outcome: Outcome | None = None  # of ``applied``
+        self.outcome: Outcome | None = None  # outcome of ``applied``
 
     def attach(self) -> None:
         """Have passes through the model's layers use these adapters."""
@@ -168,10 +168,10 @@ class TenantModel:
                 joined.setdefault(f"{kind}/{name}", {})[int(rank or 0)] = tensor
                 dims[f"{kind}/{name}"] = int(dim) if rank else 0
         return {
-            key: torch.cat([found[rank] for rank in sorted(found)], dims[key])
-            if len(found) > 1
-            else next(iter(found.values()))
-            for key, found in sorted(joined.items())
+            key: torch.cat([by_rank[rank] for rank in sorted(by_rank)], dims[key])
+            if len(by_rank) > 1
+            else next(iter(by_rank.values()))
+            for key, by_rank in sorted(joined.items())
         }
 
     def state_file(self, facts: StateFacts) -> bytes:
@@ -187,12 +187,12 @@ class TenantModel:
             KeyError: a tensor is missing.
         """
         for kind in _KINDS if optimizer else _KINDS[:1]:
-            for (name, place, dim), own in zip(
+            for (name, place, dim), part in zip(
                 self._places, getattr(self.moments, kind), strict=True
             ):
                 whole = tensors[f"{kind}/{name}"]
                 rows = place.share(whole.shape[dim], dim)
-                own.copy_(whole[(slice(None),) * dim + (rows,)])
+                part.copy_(whole[(slice(None),) * dim + (rows,)])
         if not optimizer:
             for moment in (*self.moments.first, *self.moments.second):
                 moment.zero_()

@@ -215,9 +215,9 @@ def test_refused_token_asks_for_the_address_of_the_new_broker(
     browser.delete_all_cookies()
     server.cut()
 
-    until(lambda: "open the one that `slipstream status` prints" in text(browser, "#state"))
+    until(lambda: "open the one that `slipstream top --once` prints" in text(browser, "#state"))
     browser.find_element("css selector", "#search button").click()
-    until(lambda: "`slipstream status` prints" in text(browser, "#found"))
+    until(lambda: "`slipstream top --once` prints" in text(browser, "#found"))
 
 
 def test_silent_processes_are_shown_as_unknown_instead_of_busy(

@@ -34,7 +34,7 @@ SAID = {
 def served() -> Iterator[Served]:
     with (
         tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name,
-        serving(Path(name), "server", "learner", "engine") as running,
+        serving(Path(name), "server", "learner", "engine", serve={"adapters": 2}) as running,
     ):
         yield running
 

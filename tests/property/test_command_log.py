@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from slipstream.broker.commands.log import Kind
 from slipstream.broker.commands.refusals import RequestRefusedError
-from slipstream.wire.messages.commands import Failed, Losses, Outcome, Stepped
+from slipstream.deploy.launch.scratch import MEMORY
+from slipstream.wire.messages.commands import CommandFailed, Losses, Outcome, Stepped
 from tests.property.schedules import draw_schedules, profile
 from tests.support.command_log import SPEC, ListLearner, ask, open_log
 
@@ -29,7 +30,7 @@ class CommandLogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory(prefix="commands-")
+        self.folder = tempfile.TemporaryDirectory(prefix="commands-", dir=MEMORY)
         self.path = Path(self.folder.name) / "commands.db"
         self.log = open_log(self.path)
         for tenant in sorted(set(TENANTS.values())):
@@ -158,7 +159,7 @@ class CommandLogMachine(RuleBasedStateMachine):
                 assert (outcome is not None) == (number < ready), (model, number)
             for number in self.refused.get(model, ()):
                 refused = self.log.future(TENANTS[model], f"{model}:{number}").outcome
-                assert isinstance(refused, Failed)
+                assert isinstance(refused, CommandFailed)
                 assert refused.reason == "it makes no sense"
 
     def _next(self, model: str) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 from slipstream.broker.commands.log import Ask, CommandLog, Kind, SaveDetails
 from slipstream.wire.messages.codec import decode_operation, encode
 from slipstream.wire.messages.commands import (
+    CommandFailed,
     CreateModel,
-    Failed,
     Forward,
     LoraSpec,
     Losses,
@@ -85,7 +85,7 @@ class ListModel:
             case SaveWeights():
                 outcome = Saved(digest=f"d{len(self.weights)}", num_bytes=1)
             case _:
-                outcome = Failed(reason="unknown", category="server")
+                outcome = CommandFailed(reason="unknown", category="server")
         self.at = number
         if isinstance(command, CreateModel | OptimStep):
             self.applied, self.outcome = number, outcome

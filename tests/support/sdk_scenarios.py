@@ -16,6 +16,7 @@ import tinker
 from tinker import types
 
 PROMPT = [3, 4, 13]
+SMOOTH = {"learning_rate": 1e-3, "beta2": 0.95, "eps": 1e-2, "grad_clip_norm": 1.0}
 ADAM = {"learning_rate": 1e-3, "beta2": 0.95, "eps": 1e-8, "grad_clip_norm": 1.0}
 
 
@@ -134,7 +135,8 @@ def refusals(url: str, key: str, other_key: str, model: str) -> dict[str, str]:
     said_of("other's", lambda: other.create_sampling_client(model_path=path).result())
     state = trained.save_state("state").result().path
     said_of("other's state", lambda: other.create_training_client_from_state(state).result())
-    said_of("key", lambda: tinker.ServiceClient(base_url=url, api_key="tml-guessed"))
+    stranger = tinker.ServiceClient(base_url=url, api_key="tml-guessed")
+    said_of("key", lambda: stranger.create_sampling_client(base_model=model).result())
     base = own.create_sampling_client(base_model=model).result()
     said["base version"] = version_of(base)
     rest = tinker.RestClient(base_url=url, api_key=key)
@@ -176,7 +178,7 @@ def trained_losses(url: str, key: str, model: str, losses: list[Any]) -> dict[st
             outputs = [
                 trained.forward_backward(half, name, options or None).result() for half in halves
             ]
-            trained.optim_step(types.AdamParams(**ADAM)).result()
+            trained.optim_step(types.AdamParams(**SMOOTH)).result()
             total = sum(output.metrics["loss:sum"] for output in outputs)
             figures.append([total, [row for output in outputs for row in logprobs_of(output)]])
             sampler = trained.save_weights_and_get_sampling_client().result()
@@ -185,11 +187,43 @@ def trained_losses(url: str, key: str, model: str, losses: list[Any]) -> dict[st
     return found
 
 
+def tenant_loop(url: str, key: str, model: str, seed: int, steps: int, stop: str) -> dict[str, Any]:
+    """Train, sample and replay for so many steps; 0 is until there is a file ``stop``."""
+    own = tinker.ServiceClient(base_url=url, api_key=key)
+    trained = own.create_lora_training_client(base_model=model, rank=4, seed=seed).result()
+    seen: list[Any] = []
+    prompt = types.ModelInput.from_ints(PROMPT)
+    while len(seen) < steps if steps else not Path(stop).exists():
+        number = 10 * seed + len(seen)
+        losses = [trained.forward_backward(batch(number + n), "cross_entropy") for n in (0, 1)]
+        step = trained.optim_step(types.AdamParams(**ADAM))
+        row: list[Any] = [loss.result().metrics["loss:sum"] for loss in losses]
+        row.append((step.result().metrics or {})["grad_norm"])
+        if len(seen) % 4 == 0:
+            sampler = trained.save_weights_and_get_sampling_client().result()
+            params = types.SamplingParams(max_tokens=12, seed=number)
+            (answer,) = sampler.sample(prompt, 1, params).result().sequences
+            data = [datum(PROMPT + answer.tokens, 0.0)]
+            (found,) = logprobs_of(trained.forward(data, "cross_entropy").result())
+            replayed = found[len(PROMPT) - 1 :]
+            apart = max(abs(a - b) for a, b in zip(replayed, answer.logprobs, strict=True))
+            row += [answer.tokens, answer.sequence_id.partition("/")[0], apart < 1e-4]
+        seen.append(row)
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    own.close("success").result()
+    return {"seen": seen, "sampler": version_path(sampler)}
+
+
 def version_path(sampler: Any) -> str:  # noqa: ANN401 of the SDK
     return str(sampler._sampling_session_id)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Play what the command line names."""
     scenario, arguments = sys.argv[1:]
     given = json.loads(Path(arguments).read_text() if arguments.endswith(".json") else arguments)
     sys.stdout.write(json.dumps({"end": globals()[scenario](**given)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import count
@@ -33,11 +35,11 @@ _MODULES: dict[Role, str] = {
 class Served:
     """The roles of one run folder."""
 
-    def __init__(self, folder: Path, **settings: Mapping[str, Any]) -> None:
-        """Write a model and settings, with other ones by section; ``start`` starts a role."""
+    def __init__(self, folder: Path, model: str = "", **settings: Mapping[str, Any]) -> None:
+        """Write settings, with other ones by section, and a model unless one is named."""
         self.folder = folder
-        self.model = folder / "model"
-        if not self.model.exists():
+        self.model = Path(model) if model else folder / "model"  # from where roles start
+        if not model and not self.model.exists():
             write_blank_model(self.model, hidden=128, layers=2)
             write_random_weights(self.model, scale=0.1, seed=3)
         self.settings = folder / "serve.toml"
@@ -53,6 +55,7 @@ class Served:
             table.setdefault(name, {}).update(values)
         self.settings.write_text(tomli_w.dumps(table))
         self.processes: dict[Role, subprocess.Popen[Any]] = {}
+        self._one_acts = threading.Lock()
         for tenant in TENANTS:
             if not self._key(tenant).exists():
                 make_tenant_key(self._key(tenant).parent, tenant)
@@ -76,6 +79,7 @@ class Served:
                 self.address.unlink(missing_ok=True)
             log = (self.folder / f"{role}.log").open("ab")
             how: dict[str, Any] = {"stdout": log, "stderr": log, "env": _environment()}
+            how["cwd"] = self.folder
             with log:
                 if role == "learner":
                     self.processes[role] = nursery.start(words, anew=False, **how)
@@ -102,8 +106,9 @@ class Served:
 
     def restart(self, role: Role) -> None:
         """Kill a role and start it again."""
-        self.kill(role)
-        self.start(role)
+        with self._one_acts:
+            self.kill(role)
+            self.start(role)
 
     def logs(self) -> str:
         """Return the end of every role's log."""
@@ -119,9 +124,15 @@ class Served:
 
     def version_of(self, sampler: str) -> str:
         """Return the version of adapters that a sampler of the server's log has."""
+        return str(self._asked("SELECT version FROM samplers WHERE id = ?", sampler))
+
+    def num_done(self) -> int:
+        """Return how many commands have an outcome."""
+        return int(self._asked("SELECT count(*) FROM commands WHERE done IS NOT NULL"))
+
+    def _asked(self, query: str, *values: object) -> Any:  # noqa: ANN401 what it returns
         with closing(sqlite3.connect(self.folder / "s" / "serve" / "commands.db")) as log:
-            row = log.execute("SELECT version FROM samplers WHERE id = ?", (sampler,)).fetchone()
-        return str(row[0])
+            return log.execute(query, values).fetchone()[0]
 
     def play(self, scenario: str, **arguments: object) -> Any:  # noqa: ANN401 what it returns
         """Play a scenario of the SDK to its end, and do what it asks for; return its result."""
@@ -132,6 +143,8 @@ class Served:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with (self.folder / "sdk.log").open("ab") as log:
             process = subprocess.Popen(words, text=True, stderr=log, env=_environment(), **pipes)
+        watch = threading.Thread(target=self._end_with_roles, args=(process,))
+        watch.start()
         try:
             for line in process.stdout:
                 said = json.loads(line)
@@ -140,10 +153,19 @@ class Served:
                 self.restart(said["do"])
                 process.stdin.write("done\n")
                 process.stdin.flush()
-            raise AssertionError((self.folder / "sdk.log").read_text()[-3000:])
+            raise AssertionError((self.folder / "sdk.log").read_text()[-3000:] + self.logs())
         finally:
             process.kill()
             process.communicate()
+            watch.join()
+
+    def _end_with_roles(self, process: "subprocess.Popen[str]") -> None:
+        """End a client when a role has ended that no test has killed: it would wait for ever."""
+        while process.poll() is None:
+            with self._one_acts:
+                if any(self._ended(role) for role in self.processes):
+                    process.kill()
+            time.sleep(0.5)
 
 
 def _environment() -> dict[str, str]:
@@ -151,9 +173,11 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, *roles: Role, **settings: Mapping[str, Any]) -> Iterator[Served]:
-    """Serve while the block runs."""
-    served = Served(folder, **settings)
+def serving(
+    folder: Path, *roles: Role, model: str = "", **settings: Mapping[str, Any]
+) -> Iterator[Served]:
+    """Serve while the block runs; a ``model`` is named by its place in the folder."""
+    served = Served(folder, model, **settings)
     try:
         served.start(*roles)
         yield served

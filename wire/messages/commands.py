@@ -79,7 +79,9 @@ class OptimStep(Struct, frozen=True, kw_only=True, tag=True):
     beta2: Decay
     epsilon: Annotated[float, Meta(ge=0, le=1e6)]
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)]
-    clip: Annotated[float, Meta(ge=0, le=1e30)] = 0.0  # largest norm of the gradient; 0 is none
+    clip: Annotated[float, Meta(ge=0, le=1e30)] = (
+        0.0  # largest norm of the gradient; 0 does not clip
+    )
 
 
 class SaveWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -116,7 +118,7 @@ class Sample(Struct, frozen=True, kw_only=True, tag=True):
 # ---- outcomes -----------------------------------------------------------------------------------
 
 
-class Failed(Struct, frozen=True, kw_only=True, tag=True):
+class CommandFailed(Struct, frozen=True, kw_only=True, tag=True):
     """Why a command has no result; whether its tenant or this system is the cause."""
 
     reason: Text
@@ -168,14 +170,14 @@ class SampledAnswer(Struct, frozen=True, kw_only=True):
 class Sampled(Struct, frozen=True, kw_only=True, tag=True):
     """Outcome of ``Sample``."""
 
-    version: Name  # of the adapters that every token was chosen by
+    version: Name  # version of the adapters that chose every token
     answers: Several[SampledAnswer]
-    prompt_logprobs: Blob | None = None  # [N] float32, NaN where there is none
+    prompt_logprobs: Blob | None = None  # [N] float32, NaN where a token has no logprob
     prompt_top: Top | None = None
     cached_tokens: Count = 0
 
 
-Outcome: TypeAlias = Failed | Losses | Stepped | Made | Saved | Sampled
+Outcome: TypeAlias = CommandFailed | Losses | Stepped | Made | Saved | Sampled
 
 
 # ---- messages between a command server and its workers ------------------------------------------
@@ -185,6 +187,7 @@ class TakeCommand(Struct, frozen=True, kw_only=True, tag=True):
     """A learner asks for the next command; ``at`` is the last one each model has carried out."""
 
     at: ByName[Number]
+    life: Name  # another one after each start of the learner
     wait_s: Seconds
 
 

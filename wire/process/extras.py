@@ -16,7 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("gpu", "flash-4"),
     "fsspec": ("storage",),
     "gcsfs": ("storage",),
-    "google": ("conversion",),
+    "google": ("conversion", "serve"),
     "gymnasium": ("env-gymnasium",),
     "huggingface_hub": ("learner", "generators"),
     "jinja2": ("generators",),

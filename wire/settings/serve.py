@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
-from slipstream.wire.settings.lora import LoraSection, lora_section
+from slipstream.wire.settings.lora import LoraSection, lora_section, trouble_of_names
 from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
@@ -53,7 +53,7 @@ class ServedPlaces:
         self.folder = run.folder / "serve"
         self.log = self.folder / "commands.db"
         self.address = self.folder / "address.txt"
-        self.states = self.folder / "states"  # of each model as it is, by the learner
+        self.states = self.folder / "states"  # state of each model as it is, by the learner
         self.weights = self.folder / "weights"  # checkpoints with their optimizers, by digest
         self.versions = self.folder / "versions"  # PEFT folders, by digest
 
@@ -89,9 +89,10 @@ def serve_section(table: Table) -> tuple[ServeSection, LoraSection]:
     found, lora = section(table, "serve", ServeSection), lora_section(table)
     if not lora.is_on:
         raise ConfigError("[serve] needs lora.rank, the greatest rank of a tenant's adapters")
-    if not lora.is_named or lora.adapter:
-        raise ConfigError(
-            'lora.publish must be "named" and lora.adapter empty with [serve]: each tenant has '
-            "adapters of its own"
-        )
+    if lora.adapter:
+        raise ConfigError("lora.adapter must be empty with [serve]: tenants begin on their own")
+    if not lora.is_named:
+        is_asked = table["lora"].get("publish") == "merged"
+        why = 'lora.publish is "merged"' if is_asked else trouble_of_names(table, lora.targets)
+        raise ConfigError(f"[serve] needs engines that hold adapters of lora.targets: {why}")
     return found, lora

@@ -2,7 +2,7 @@
 
 export const REFUSED = 401; // the token is of another run or of an earlier broker
 export const SILENT = 0; // no answer
-export const MOVED = "the broker was restarted with another address: open the one that `slipstream status` prints";
+export const MOVED = "the broker was restarted with another address: open the one that `slipstream top --once` prints";
 const PATIENCE_MS = 15000;
 const SAID_CHARS = 200;
 

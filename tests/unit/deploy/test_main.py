@@ -14,7 +14,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_without_a_traceback(
     def interrupted(_name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sys.argv", ["slipstream", "status"])
+    monkeypatch.setattr("sys.argv", ["slipstream", "top"])
     monkeypatch.setattr(deploy_main.importlib, "import_module", interrupted)
     assert deploy_main.main() == EXIT_INTERRUPTED
 

@@ -86,7 +86,7 @@ def test_every_command_answers_help_with_an_example(
 
 def test_every_command_that_looks_at_a_run_takes_it_by_position_and_needs_none():
     looking = {
-        *("dashboard", "dead-letters", "export", "ledger", "replay", "scale", "show", "status"),
+        *("dashboard", "dead-letters", "export", "ledger", "replay", "scale", "show"),
         *("top", "trace"),
     }
     for name in looking:
@@ -114,11 +114,11 @@ def test_the_version_is_printed(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["statsu"], "no command 'statsu': did you mean status?"),
+        (["metrisc"], "no command 'metrisc': did you mean metrics?"),
         (["dead-leters", "list"], "did you mean dead-letters?"),
         (["qqqq"], "no command 'qqqq': slipstream --help has all"),
         (["run", "--dry-rum"], "unrecognized arguments: --dry-rum: did you mean --dry-run?"),
-        (["status", "runs/a", "runs/b"], "unrecognized arguments: runs/b"),
+        (["top", "runs/a", "runs/b"], "unrecognized arguments: runs/b"),
     ],
 )
 def test_a_wrong_word_is_answered_with_the_nearest(

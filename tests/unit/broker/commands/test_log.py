@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.commands.log import GRACE_S, Ask, CommandLog, SaveDetails
+from slipstream.broker.commands.log import GRACE_S, MOST_LIVES, Ask, CommandLog, SaveDetails
 from slipstream.broker.commands.refusals import RequestRefusedError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.commands import (
-    Failed,
+    CommandFailed,
     Losses,
     Made,
     Sample,
@@ -113,7 +113,7 @@ def test_a_session_without_a_sign_of_life_ends_with_its_models():
     assert not log.expire(now=149.0)
     assert log.expire(now=151.0)
     outcome = log.future("alice", "m:2").outcome
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, CommandFailed)
     assert "gave no sign of life for 100 s" in outcome.reason
     assert "has ended" in refused(410, log.touch, "alice", "s-alice", now=152.0)
     assert "has ended" in refused(410, log.accept, ask("m", 1, "step"), now=152.0)
@@ -129,8 +129,23 @@ def test_a_model_whose_state_was_lost_ends():
     log.report("m", 1, Made(), applied=1, now=1.0)
     assert log.next_command({"m": 0}, now=2.0) is None
     outcome = log.future("alice", "m:2").outcome
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, CommandFailed)
     assert "lost its state" in outcome.reason
+
+
+def test_a_model_whose_command_ends_every_learner_ends_alone():
+    log = open_log(":memory:")
+    open_model(log)
+    open_model(log, "n", "bob")
+    at = {"m": -1, "n": 0}
+    for life in range(MOST_LIVES):
+        assert log.next_command(at, life=str(life), now=0.0) is not None
+        assert log.next_command(at, life=str(life), now=0.0) is not None, "asked again"
+    assert log.next_command(at, life="one more", now=1.0) is None
+    outcome = log.future("alice", "m:0").outcome
+    assert isinstance(outcome, CommandFailed)
+    assert "ended 8 times while it carried out 0" in outcome.reason
+    assert log.live_models == ("n",)
 
 
 def test_tenants_are_served_in_turns():
@@ -161,7 +176,7 @@ def test_samples_go_to_who_asks_and_count_once():
     assert [name for name, _ in log.waiting_samples((), 2)] == ["q:0", "b:0"], "in turns"
     assert [name for name, _ in log.waiting_samples(["q:0", "b:0"], 9)] == ["q:1", "q:2"]
     log.report_sample("q:0", answered(), now=1.0)
-    log.report_sample("q:0", Failed(reason="late", category="server"), now=2.0)
+    log.report_sample("q:0", CommandFailed(reason="late", category="server"), now=2.0)
     assert log.future("alice", "q:0").outcome == answered()
     with pytest.raises(ValueError, match="is of ab, not of "):
         log.report_sample("q:1", answered("ab"), now=2.0)
@@ -199,6 +214,22 @@ def test_saved_weights_have_a_path_until_it_is_deleted_or_expires():
     assert log.used_digests() == {"bb", "cc"}, "samplers have versions of their own"
     log.end_session("alice", "s-alice", "done", now=4001.0)
     assert log.used_digests() == set()
+
+
+def test_a_checkpoint_is_not_overwritten_unless_that_is_asked_for():
+    log = open_log(":memory:")
+    open_model(log)
+    body = ask("m", 1, "save").body
+    once = SaveDetails(path="tinker://m/weights/a", kind="training", overwrite=False)
+    log.accept(Ask("alice", "m", 1, "save", b"1", body, once), now=0.0)
+    log.report("m", 0, Made(), applied=0, now=1.0)
+    log.report("m", 1, Saved(digest="aa", num_bytes=7), applied=0, now=1.0)
+    assert log.accept(Ask("alice", "m", 1, "save", b"1", body, once), now=2.0) == "m:1"
+    again = Ask("alice", "m", 2, "save", b"2", body, once)
+    assert "is there already" in refused(400, log.accept, again, now=2.0)
+    assert isinstance(log.future("alice", "m:2").outcome, CommandFailed), "its number is used up"
+    over = SaveDetails(path="tinker://m/weights/a", kind="training")
+    assert log.accept(Ask("alice", "m", 3, "save", b"3", body, over), now=2.0) == "m:3"
 
 
 def test_a_session_is_opened_once_for_each_key(tmp_path: Path):

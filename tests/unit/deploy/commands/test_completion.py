@@ -46,7 +46,7 @@ def test_commands_are_offered(bash: Path):
         (["run", "--on", ""], ["local", "ray", "hosts"]),
         (["show", "runs/demo", "--ev"], ["--eval"]),
         (["dead-letters", "re"], ["retry"]),
-        (["status", "runs/d"], ["runs/demo", "runs/demo-2"]),
+        (["top", "runs/d"], ["runs/demo", "runs/demo-2"]),
         (["export", "runs/o"], ["runs/other run"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["run", "--config", "run."], ["run.toml"]),

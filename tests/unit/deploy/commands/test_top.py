@@ -12,8 +12,7 @@ import pytest
 
 from slipstream.broker.history.columns import StoredState, write_state
 from slipstream.broker.history.history import RunHistory
-from slipstream.deploy.commands.status import main as status
-from slipstream.deploy.commands.top import ends_in_order, keys_of
+from slipstream.deploy.commands.top import ends_in_order, keys_of, main
 from slipstream.deploy.terminal.observe import outcome_of, trouble_of
 from slipstream.deploy.terminal.recent import recent_of
 from slipstream.wire.errors import ConfigError, PeerLostError
@@ -65,10 +64,10 @@ def test_the_screen_of_an_ended_run_is_printed_from_its_folder_wherever_it_is(
     (folder / "summary.json").write_text('{"outcome": "failed: the disk is full"}')
     moved = folder.rename(folder.with_name("moved"))
     monkeypatch.chdir(moved)
-    assert status(Namespace(folder=Path(), json=False)) == 0
+    assert main(Namespace(folder=Path(), json=False, once=True)) == 0
     assert "the run has ended: failed: the disk is full" in capsys.readouterr().out
     (moved / "summary.json").unlink()  # its supervisor was killed
-    assert status(Namespace(folder=Path(), json=True)) == 0
+    assert main(Namespace(folder=Path(), json=True, once=False)) == 0
     assert "it was killed" in json.loads(capsys.readouterr().out)["outcome"]
 
 
