@@ -186,7 +186,7 @@ def test_update_is_that_of_a_single_process(
 ):
     one = _alone(folder, family, json.dumps(lora))
     (right,) = reports(one, 1)
-    work = trained(folder, name, family, ranks, learner, lora)
+    work = trained(folder, f"{name}-{family}", family, ranks, learner, lora)
     before = alone(folder / f"model-{family}")
     for kl in KL:
         for report in reports(work, ranks):
