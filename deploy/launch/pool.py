@@ -171,17 +171,7 @@ class PoolSession:
         return TenantRun(name, site, self._supervisor_of(site))
 
     def _supervisor_of(self, site: LocalSite) -> Supervisor:
-        deploy = site.config.deploy
-        return Supervisor(
-            logs=site.run.logs,
-            start_process=site.start,
-            give_back=site.give_back,
-            max_restarts=deploy.max_restarts,
-            window_s=deploy.restart_window_s,
-            backoff_s=deploy.restart_backoff_s,
-            stop_timeout_s=deploy.stop_timeout_s,
-            forking=self._signals.held,
-        )
+        return Supervisor.of(site.config.deploy, site.run.logs, site.start, self._signals.held)
 
     @property
     def is_refused(self) -> bool:

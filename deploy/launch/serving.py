@@ -63,15 +63,7 @@ def serve_locally(table: Table, console: Console) -> int:
         starter = LocalStarter(scratch)
         held.callback(starter.close)
         deploy = section(table, "deploy", DeploySection)
-        supervisor = Supervisor(
-            logs=run.logs,
-            start_process=starter.start,
-            max_restarts=deploy.max_restarts,
-            window_s=deploy.restart_window_s,
-            backoff_s=deploy.restart_backoff_s,
-            stop_timeout_s=deploy.stop_timeout_s,
-            forking=signals.held,
-        )
+        supervisor = Supervisor.of(deploy, run.logs, starter.start, signals.held)
         try:
             with signals.raising():
                 _serve(plans_of(table, server), server, supervisor, console)

@@ -156,15 +156,8 @@ class RunSession:
         self._console = view.console
         self._signals = signals
         deploy = config.deploy
-        self._supervisor = Supervisor(
-            logs=config.run.logs,
-            start_process=site.start,
-            give_back=site.give_back,
-            max_restarts=deploy.max_restarts,
-            window_s=deploy.restart_window_s,
-            backoff_s=deploy.restart_backoff_s,
-            stop_timeout_s=deploy.stop_timeout_s,
-            forking=signals.held,
+        self._supervisor = Supervisor.of(
+            deploy, config.run.logs, site.start, signals.held, give_back=site.give_back
         )
         self._watcher = watcher
         self._ended: set[str] = set()  # processes that will not restart

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+from slipstream.deploy.config import DeploySection
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.starters import RoleProcess
 from slipstream.wire.errors import ChildDiedError, ConfigError
@@ -56,6 +58,28 @@ class Supervisor:
     children: dict[str, Child] = field(default_factory=dict)
     forking: Callable[[], AbstractContextManager[None]] = nullcontext
     """Block in which no signal handler raises: logging would stay locked, and a child be lost."""
+
+    @classmethod
+    def of(
+        cls,
+        deploy: DeploySection,
+        logs: Path,
+        start_process: Callable[[RolePlan, Sequence[str], Path], RoleProcess],
+        forking: Callable[[], AbstractContextManager[None]],
+        *,
+        give_back: Callable[[str], None] = lambda _name: None,
+    ) -> Self:
+        """Return a supervisor with the limits of the settings."""
+        return cls(
+            logs=logs,
+            start_process=start_process,
+            max_restarts=deploy.max_restarts,
+            window_s=deploy.restart_window_s,
+            backoff_s=deploy.restart_backoff_s,
+            stop_timeout_s=deploy.stop_timeout_s,
+            give_back=give_back,
+            forking=forking,
+        )
 
     def start(self, plan: RolePlan) -> None:
         """Start a role."""
