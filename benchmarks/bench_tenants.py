@@ -24,7 +24,7 @@ from benchmarks.bars import Bars
 from benchmarks.run_measurement import ROOT, write_inputs
 from slipstream.wire.process.phases import PHASE_TIME, TURN, WAIT
 
-_GROUPS, _SIBLINGS, _STEPS = 8, 4, 6
+_GROUPS, _SIBLINGS, _STEPS = 8, 4, 8
 _TENANTS = 4
 _TURNS = 3
 _POLL_S = 0.5

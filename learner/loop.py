@@ -51,7 +51,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
-_VISIT_S = 1.0  # interval of visits to a checkpoint being written, while there is no batch
+VISIT_S = 1.0  # interval of visits to a checkpoint being written, while there is no batch
 _ADVICE = {
     "nonfinite": "check learner.lr, the advantages (rewards), and the behavior logprobs",
     "invalid": "check the generators that sampled them",
@@ -144,6 +144,16 @@ class LearnerLoop:
         """The version of the present weights."""
         return self._version
 
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is being written; every rank knows it."""
+        return self._saver.is_saving
+
+    def visit(self) -> None:
+        """Finish a checkpoint that is written by now; every rank calls this."""
+        with self._clock.phase("checkpoint"):
+            self._saver.visit(self._version)
+
     def close(self) -> None:
         """Write what was traced; no turn follows."""
         self._profiler.close()
@@ -197,12 +207,11 @@ class LearnerLoop:
         step come evaluations: the policy is saved before the loop waits for them.
         """
         version = self._version
-        wait_s = min(longest_s, _VISIT_S) if self._saver.is_saving else longest_s
+        wait_s = min(longest_s, VISIT_S) if self.is_saving else longest_s
         order = self._coordinator.next_order(version, max_wait_s=wait_s)
         self._num_orders += 1
-        if self._saver.is_saving:
-            with self._clock.phase("checkpoint"):
-                self._saver.visit(version)
+        if self.is_saving:
+            self.visit()
         match order:
             case StepPlan():
                 self._version = self._step(version, order)

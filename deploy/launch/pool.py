@@ -113,6 +113,11 @@ class TenantRun:
         signs = lambda: child.process.signs()  # noqa: E731 it may have restarted
         self._patience = Patience("the broker to answer", _BROKER_START_S, signs)
 
+    @property
+    def is_beginning(self) -> bool:
+        """True until the broker listens."""
+        return self._patience is not None
+
     def look(self) -> bool:
         """Look at the processes and the run's state; return True once the run is complete.
 
@@ -210,6 +215,10 @@ class PoolSession:
         )
         for tenant in self._tenants:
             self._step(tenant, tenant.begin)
+        while any(tenant.is_beginning for tenant in self._live):
+            for tenant in self._live:  # the learner would wait for a broker that does not come
+                self._step(tenant, tenant.look)
+            time.sleep(_POLL_S)
         resolved = self._write_settings()
         for plan in pool_plans(self._config, resolved):
             self._supervisor.start(plan)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.learner.batches.broker_link import LeaderLink
-from slipstream.learner.loop import LearnerLoop
+from slipstream.learner.loop import VISIT_S, LearnerLoop
 from slipstream.learner.model.collectives import broadcast_bytes
 from slipstream.learner.pool.fair_turns import FairTurns
 from slipstream.learner.stop import StopRequest
@@ -40,6 +40,7 @@ class TenantLoop:
     loop: LearnerLoop
     clock: PhaseClock
     leader: LeaderLink | None  # on rank 0
+    looked_s: float = 0.0  # time of its last turn, or visit to a checkpoint that is being written
     cleanup: ExitStack = field(default_factory=ExitStack)  # closes its connections
 
     @property
@@ -73,29 +74,45 @@ class TenantLoops:
             self._watch(tenant)
         health.begins(self._signs)
         while self._live:
-            name = broadcast_bytes(self._chosen().encode()).decode()
+            name, has_turn = self._chosen_by_all()
             self._num_orders += 1
-            if name:
-                self._take_turn(self._live[name])
+            if not name:
+                continue
+            tenant = self._live[name]
+            tenant.looked_s = time.monotonic()
+            if has_turn:
+                self._take_turn(tenant)
+            else:
+                self._do(tenant, tenant.loop.visit)
+
+    def _chosen_by_all(self) -> tuple[str, bool]:
+        """Return the tenant that is next on every rank, and whether it has a turn or a visit."""
+        name, has_turn = self._chosen() if self._leads else ("", False)
+        data = broadcast_bytes(f"{int(has_turn)}{name}".encode()).decode()
+        return data[1:], data[0] == "1"
 
     def _signs(self) -> tuple[object, ...]:
         return self._num_orders, *(tenant.loop.signs() for tenant in self._live.values())
 
-    def _chosen(self) -> str:
-        """Return the tenant whose turn is next, on rank 0; empty if none is ready for long."""
-        if not self._leads:
-            return ""
+    def _chosen(self) -> tuple[str, bool]:
+        """Return the tenant whose turn is next, on rank 0; empty if none is ready for long.
+
+        Without one, checkpoints that are being written are visited.
+        """
         until_s = time.monotonic() + self._wait_s
-        while time.monotonic() < until_s:
+        while (now_s := time.monotonic()) < until_s:
             stops = self._stop.requested
             ready = [name for name, tenant in self._live.items() if stops or tenant.has_news]
             if (name := self._turns.next(ready)) is not None:
                 for other in ready:
                     if other != name:
                         self._live[other].clock.enter(TURN)
-                return name
+                return name, True
+            for tenant in self._live.values():
+                if tenant.loop.is_saving and now_s - tenant.looked_s > VISIT_S:
+                    return tenant.name, False
             time.sleep(_LOOK_S)
-        return ""
+        return "", False
 
     def _take_turn(self, tenant: TenantLoop) -> None:
         began_s = time.monotonic()
@@ -103,7 +120,8 @@ class TenantLoops:
         more = self._do(tenant, lambda: tenant.loop.turn(0.0))
         if more is False:
             self._do(tenant, tenant.loop.finish)
-            self._leave(tenant, "")
+            if tenant.name in self._live:  # it did not fail
+                self._leave(tenant, "")
         else:
             self._watch(tenant)
         if self._leads:

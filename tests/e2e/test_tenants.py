@@ -37,6 +37,7 @@ TENANTS = {
         [eval]
         file = "%(folder)s/few.jsonl"
     """,
+    "refused": '[data]\nfile = "%(folder)s/missing.jsonl"\n',
     "broken": "[run]\nsteps = 1000\noutage_s = 5.0\n",
     "poison": '[reward]\nfunction = "%(folder)s/poison.py:score"\n[run]\nepochs = 0.2\n',
 }
@@ -80,11 +81,12 @@ def test_tenants_train_as_alone_and_one_that_fails_ends_alone(
     broker = run.process_with(f"broker.main --config {folders['broken'] / 'resolved.toml'}")
     assert broker is not None
     broker.kill()
-    assert run.wait() == 1, run.output  # the code of the tenant that failed
+    assert run.wait() == 2, run.output  # the highest code of a tenant, that of the refused one
     outcomes = {
         name: json.loads((folder / "summary.json").read_text())["outcome"]
         for name, folder in folders.items()
     }
+    assert outcomes.pop("refused").startswith("refused: broker: cannot read data.file")
     assert outcomes.pop("broken").startswith("failed: broker was killed by SIGKILL")
     assert outcomes == {"digits": "finished", "few": "finished", "poison": "finished"}
     poisoned = json.loads((folders["poison"] / "summary.json").read_text())

@@ -27,11 +27,16 @@ STEPS = 4
 class Leader:
     """Rank 0's link to a tenant's broker, which is gone after some requests."""
 
-    has_news = True
     left = False
 
-    def __init__(self, lives_for: int) -> None:
+    def __init__(self, lives_for: int, loop: "Loop") -> None:
         self._left = lives_for
+        self._loop = loop
+
+    @property
+    def has_news(self) -> bool:
+        """True unless a checkpoint waits to be finished."""
+        return not self._loop.is_saving
 
     def reserve(self) -> int:
         self._left -= 1
@@ -52,10 +57,12 @@ class Leader:
 class Loop:
     """A loop of a few steps; each asks rank 0."""
 
-    def __init__(self, name: str, coordinator: Coordinator, order: list[str]) -> None:
+    coordinator: Coordinator
+
+    def __init__(self, name: str, order: list[str]) -> None:
         self.done: list[object] = []
         self.version = PolicyVersion(1, 0)
-        self._name, self._coordinator, self._order = name, coordinator, order
+        self._name, self._order = name, order
 
     def start(self) -> None:
         self.done.append("start")
@@ -63,7 +70,7 @@ class Loop:
     def turn(self, longest_s: float) -> bool:
         assert longest_s == 0.0
         self._order.append(self._name)
-        self.done.append(self._coordinator.reserve())
+        self.done.append(self.coordinator.reserve())
         if self._name == "unpublished" and len(self.done) == 3:
             raise PublishError("v1.2 is not published")  # on every rank
         return len(self.done) <= STEPS
@@ -77,17 +84,26 @@ class Loop:
     def signs(self) -> object:
         return len(self.done)
 
+    @property
+    def is_saving(self) -> bool:
+        """True after the last turn but one of a tenant, until it is visited."""
+        return self._name == "also fine" and len(self.done) == STEPS and "visit" not in self.done
+
+    def visit(self) -> None:
+        self.done.append("visit")
+
 
 def main(work: Path, rank: int, world_size: int) -> None:
     join_ranks(work, rank, world_size, LearnerSection(ranks=world_size))
     order: list[str] = []
     loops, leaders, tenants = {}, {}, list[TenantLoop]()
     for name in ("fine", "lost", "unpublished", "also fine"):
-        leader: Any = Leader(2 if name == "lost" else 1000) if rank == 0 else None
-        coordinator = Coordinator(leader, StopRequest(), shares_failures=True)
+        loops[name] = Loop(name, order)
+        leader: Any = Leader(2 if name == "lost" else 1000, loops[name]) if rank == 0 else None
+        loops[name].coordinator = Coordinator(leader, StopRequest(), shares_failures=True)
         folder = work / name
         folder.mkdir(exist_ok=True)
-        loops[name], leaders[name] = Loop(name, coordinator, order), leader
+        leaders[name] = leader
         policy: Any = SimpleNamespace(attach=lambda: None)
         loop: Any = loops[name]
         tenants.append(TenantLoop(name, 1.0, folder, policy, loop, PhaseClock(), leader))
