@@ -25,7 +25,7 @@ SLOTS, HEADS, KEY_HEADS, SIZE = 400, 4, 2, 8
 EXPERTS = {"experts of two ranks": (2, 6), "experts of three ranks": (3, 6), "idle rank": (2, 3)}
 # Ranks of adapters (0: none), and the adapters of a batch's sequences with their tokens.
 ADAPTERS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
-    "adapters in turns": ([4, 4, 4], [(0, 1), (1, 1), (2, 1), (0, 1), (1, 1)]),
+    "adapters in turns": ([4, 3, 3, 3], [(3, 1), (1, 1), (2, 3), (3, 1), (1, 2)]),
     "adapters of other ranks": ([4, 0, 2], [(0, 1), (1, 2), (2, 1), (0, 1), (2, 3), (1, 1)]),
     "few adapters": ([4, 2], [(0, 3), (1, 2)]),
 }
