@@ -102,8 +102,8 @@ def batch_adapters() -> None:
         num_slices = len(ends) - 1
         # The other adapters' inputs are 0, [T, S, U, r].
         low = inputs.new_zeros(num_tokens, num_slices, num_used, rank)
-        low[of.tokens, :, of.slots] = inputs[:, : num_slices * rank].unflatten(
-            -1, (num_slices, rank)
+        low[of.tokens, :, of.slots] = inputs[:, : num_slices * rank].reshape(
+            num_tokens, num_slices, rank
         )
         for number, (first, last) in enumerate(pairwise(ends)):
             output[:, first:last].addmm_(low[:, number].flatten(1), chosen[first:last].T)
