@@ -49,6 +49,7 @@ class AdapterEngine(SglangEngine):
         super().__init__(url, api_key, **options)
         self._facts = facts
         self._folder = folder
+        self._folders: list[Path] = []  # those that a rank may yet read
         self._tenant = tenant
         self._versions = AdapterVersions(kept)
         self._checksums: dict[PolicyVersion, Checksums] = {}  # taken when they were loaded
@@ -125,6 +126,7 @@ class AdapterEngine(SglangEngine):
         if version in self._versions.loaded:  # loaded earlier, but not adopted
             await self.drop_adapter(version)
         own = self._folder / self._name(version)
+        await _remove([own])
         await asyncio.to_thread(self.write_folder, received, own)
         try:
             await self._control(
@@ -133,7 +135,7 @@ class AdapterEngine(SglangEngine):
                 self._load_timeout,
             )
         finally:
-            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+            self._folders.append(own)
         self._versions.load(version)
 
     def write_folder(self, received: Path, own: Path) -> None:
@@ -159,7 +161,11 @@ class AdapterEngine(SglangEngine):
             EngineError: a version that was loaded earlier has changed.
         """
         found: dict[str, Checksums] = {self._name(version): {} for version in self._versions.loaded}
-        for name, checksum in (await super().checksums()).items():
+        # The first rank answers when it has read a folder, others later; checksums come from all.
+        read, self._folders = self._folders, []
+        of_engine = await super().checksums()
+        await _remove(read)
+        for name, checksum in of_engine.items():
             label, _, tensor = name.partition("/")
             if label in found:  # else it is being unloaded
                 found[label][tensor] = checksum
@@ -194,3 +200,8 @@ class AdapterEngine(SglangEngine):
     @override
     async def resume(self) -> None:
         """Do nothing: the engine was not paused."""
+
+
+async def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
