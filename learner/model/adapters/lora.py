@@ -245,7 +245,9 @@ def add_adapters(model: RankModel, facts: AdapterFacts, *, seed: int) -> RankMod
         for number, (name, parameter) in enumerate(parameters.items()):
             found[name] = _Adapted(adapter, parameter, number)
     if model.config.recompute_granularity is not None and model.first is not None:
-        model.first.embedding.register_forward_hook(_with_gradient)
+        hooks = model.first.embedding._forward_hooks
+        if _with_gradient not in hooks.values():  # another set of these weights registered it
+            model.first.embedding.register_forward_hook(_with_gradient)
     model.adapters = LoraAdapters(found, facts, model.chunks)
     return model
 
