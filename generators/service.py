@@ -179,6 +179,12 @@ async def _serve_tenants(
         ChildDiedError: the engine ended.
         QuarantineError: it computes something else than the learner.
     """
+    _log.info(
+        "the engine keeps %d versions of adapters, of rank %d at most, for %d tenants",
+        settings.num_kept_adapters,
+        settings.lora.rank,
+        len(settings.tenants),
+    )
     shared = SharedLanes(lanes_of(settings))
     workers: dict[str, GeneratorWorker] = {}
 
