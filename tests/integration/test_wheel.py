@@ -216,7 +216,7 @@ def test_every_command_is_called():
         f"CALLS above has no line of {', '.join(missing)}: add how it is called where the base "
         "alone is installed and no run exists, with its exit code and a part of what it prints"
     )
-    assert called - set(COMMANDS) == {"--version", "statsu"}
+    assert called - set(COMMANDS) == {"--version", "metrisc"}
     assert {line.split()[0] for line in CALLS} == {
         "slipstream",
         *(f"start-{role}" for role in ROLES),
