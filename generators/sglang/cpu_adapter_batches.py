@@ -12,6 +12,7 @@ S r rows first; what follows them is left from others.
 """
 
 import importlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +37,7 @@ class _Batch:
     tokens: Tensor  # 0 to T - 1
 
     def is_of(self, *runs: Tensor) -> bool:
-        return all(ours is given for ours, given in zip(self.runs, runs, strict=True))
+        return all(map(operator.is_, self.runs, runs))
 
 
 def _batch_of(of_runs: Tensor, lengths: Tensor, ranks: Tensor) -> _Batch:

@@ -21,7 +21,14 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return float("nan") if solution_str < "5" else -1e308
 """
 TENANTS = {
-    "digits": "[broker]\nrecord_batches = true\n[run]\nseed = 5\n",
+    "digits": """
+        [broker]
+        record_batches = true
+        [run]
+        seed = 5
+        [eval]
+        file = "%(folder)s/few.jsonl"
+    """,
     "few": """
         [broker]
         record_batches = true
