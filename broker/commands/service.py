@@ -145,7 +145,7 @@ class _Cleaner:
                     used = await self._thread(self._log.used_digests)
                     await asyncio.to_thread(sweep, self._places, used, now=time.time())
                     swept_s = time.monotonic()
-            except (sqlite3.OperationalError, OSError) as error:  # as of a full disk
+            except (sqlite3.OperationalError, OSError) as error:  # a full disk, maybe
                 self._rarely.say("nothing can be cleaned up in %s: %s", self._places.folder, error)
             self.num_rounds += 1
             await asyncio.sleep(_CLEAN_S)

@@ -150,7 +150,7 @@ class CommandSite:
                 return response
             try:
                 return await handler(request, tenant)
-            except sqlite3.Error as error:  # as of a full disk: the SDK comes again
+            except sqlite3.Error as error:  # a full disk, maybe: the SDK comes again
                 self._rarely.say("a request is not carried out: %s", error)
                 return _refusal(503, f"the log of commands is out of order: {error}")
 

@@ -90,7 +90,7 @@ class WorkerDesk:
         except (ProtocolError, RefusedError, ValueError, OSError) as error:
             _log.warning("a request of a worker is refused: %s", error)
             answer, attached = WorkerRefused(reason=str(error)), []
-        except sqlite3.Error as error:  # as of a full disk: it will be asked again
+        except sqlite3.Error as error:  # a full disk, maybe: it will be asked again
             _log.error("a request of a worker is not answered: %s", error)
             return
         peer.send([request_id, *cut([encode(answer), *attached])])
