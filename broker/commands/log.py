@@ -29,6 +29,7 @@ Kind = Literal["create", "forward", "backward", "step", "save", "sample"]
 MOST_LIVES = 8  # learners that may end by one command
 GRACE_S = 600.0  # a fetched result is kept for so long: its answer may not have arrived
 _SCHEMA = """
+CREATE TABLE IF NOT EXISTS served (one INTEGER PRIMARY KEY CHECK (one = 1), model TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, key TEXT NOT NULL, info BLOB NOT NULL,
   made REAL NOT NULL, seen REAL NOT NULL, ended TEXT NOT NULL DEFAULT '',
@@ -39,8 +40,8 @@ CREATE TABLE IF NOT EXISTS models (
   ended TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samplers (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, version TEXT NOT NULL,
-  path TEXT NOT NULL, ended TEXT NOT NULL DEFAULT '', clones INTEGER NOT NULL DEFAULT 0
-  ) WITHOUT ROWID;
+  path TEXT NOT NULL, seen REAL NOT NULL, ended TEXT NOT NULL DEFAULT '',
+  clones INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS checkpoints (
   path TEXT PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
   digest TEXT NOT NULL, size INTEGER NOT NULL, spec BLOB NOT NULL, made REAL NOT NULL,
@@ -49,7 +50,8 @@ CREATE TABLE IF NOT EXISTS commands (
   no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
   target TEXT NOT NULL, number INTEGER NOT NULL, kind TEXT NOT NULL, asked BLOB NOT NULL,
   body BLOB, details BLOB, bytes INTEGER NOT NULL, made REAL NOT NULL,
-  outcome BLOB, done_no INTEGER, done REAL, fetched REAL, expired TEXT NOT NULL DEFAULT '',
+  outcome BLOB, failed INTEGER NOT NULL DEFAULT 0, done_no INTEGER, done REAL, fetched REAL,
+  expired TEXT NOT NULL DEFAULT '',
   UNIQUE (target, number));
 CREATE INDEX IF NOT EXISTS waiting ON commands (tenant, kind) WHERE done IS NULL;
 CREATE INDEX IF NOT EXISTS held ON commands (tenant) WHERE bytes > 0;
@@ -122,11 +124,17 @@ class CommandLog:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=OFF"):
             self._db.execute(f"PRAGMA {pragma}")
         self._db.executescript(_SCHEMA)
-        self._turns: dict[str, int] = {}  # tenant -> when it was last served
+        self._turns: dict[str, int] = {}  # tenant or model -> when the learner last served it
+        self._sample_turns: dict[str, int] = {}  # tenant -> when an engine last did
         self._lives: dict[tuple[str, int], set[str]] = {}  # learners that were handed a command
         self._clock = count(1)
         with self._transaction() as db:
             db.execute("UPDATE sessions SET seen = ? WHERE ended = ''", (now,))
+
+    def base_model(self, name: str) -> str:
+        """Return the model whose adapters all of this is about: the first that was named."""
+        self._db.execute("INSERT OR IGNORE INTO served VALUES (1, ?)", (name,))
+        return str(self._db.execute("SELECT model FROM served").fetchone()[0])
 
     def close(self) -> None:
         """Close the file."""
@@ -137,10 +145,11 @@ class CommandLog:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk ends some by itself
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def _one(self, query: str, *values: object) -> Row | None:
         row: Row | None = self._db.execute(query, values).fetchone()
@@ -209,7 +218,8 @@ class CommandLog:
         for row in self._db.execute(query, (target,)).fetchall():
             self._finish(row["no"], CommandFailed(reason=reason, category="user"), now=now)
         self._db.execute(
-            "UPDATE commands SET body = NULL, bytes = iif(fetched IS NULL, length(outcome), 0)"
+            "UPDATE commands SET body = NULL, bytes ="
+            " iif(fetched IS NULL, coalesce(length(outcome), 0), 0)"
             " WHERE target = ? AND body IS NOT NULL",
             (target,),
         )
@@ -257,8 +267,8 @@ class CommandLog:
             if ask.details is not None:
                 self._refuse_save(ask.tenant, ask.details)
                 reason = self._name_taken(ask.details)
-            if ask.kind != "sample":
-                db.execute("UPDATE models SET seen = ? WHERE id = ?", (now, ask.target))
+            table = "samplers" if ask.kind == "sample" else "models"
+            db.execute(f"UPDATE {table} SET seen = ? WHERE id = ?", (now, ask.target))  # noqa: S608 ours
             self._insert(ask, reason, now=now)
         if reason:
             raise RequestRefusedError(400, reason)
@@ -414,16 +424,12 @@ class CommandLog:
         ``block`` numbers belong to each clone of the sampler.
         """
         rows = self._db.execute(
-            "SELECT id, done_no, outcome FROM commands WHERE target = ? AND tenant = ?"
+            "SELECT id, done_no, outcome IS NULL OR failed AS failed,"
+            " coalesce(length(outcome), 0) AS size FROM commands WHERE target = ? AND tenant = ?"
             " AND number >= ? AND number < ? AND done_no > ? ORDER BY done_no LIMIT 1000",
             (sampler, tenant, clone * block, (clone + 1) * block, cursor),
         )
-        found = []
-        for row in rows:
-            data = row["outcome"] or b""
-            failed = not data or isinstance(decode_outcome(data), CommandFailed)
-            found.append((int(row["done_no"]), str(row["id"]), failed, len(data)))
-        return found
+        return [(row["done_no"], row["id"], bool(row["failed"]), row["size"]) for row in rows]
 
     # ---- models, samplers, checkpoints ---------------------------------------------------------
 
@@ -461,9 +467,10 @@ class CommandLog:
             if known is not None and known["path"] != path:
                 raise RequestRefusedError(400, f"{sampler} was another request before")
             db.execute(
-                "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, '', 0)",
-                (sampler, tenant, session, version, path),
+                "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, '', 0)",
+                (sampler, tenant, session, version, path, now),
             )
+            self._end_old_versions(tenant, now=now)
 
     def sampler(self, tenant: str, sampler: str) -> Row:
         """Return a sampler of the tenant's."""
@@ -535,9 +542,14 @@ class CommandLog:
             life: Name of this learner; another one after each start.
             now: The time.
         """
+        self._lives = {
+            (model, number): lives
+            for (model, number), lives in self._lives.items()
+            if at.get(model, -1) < number  # what a learner has lived through counts no more
+        }
         query = "SELECT id, tenant, applied FROM models WHERE ended = ''"
         rows = self._db.execute(query).fetchall()
-        for row in sorted(rows, key=lambda row: self._turns.get(row["tenant"], 0)):
+        for row in sorted(rows, key=self._turn):
             number = at.get(row["id"], -1) + 1
             if number <= row["applied"]:
                 with self._transaction():
@@ -550,7 +562,7 @@ class CommandLog:
             )
             if found is None:
                 continue
-            self._turns[row["tenant"]] = next(self._clock)
+            self._turns[row["tenant"]] = self._turns[row["id"]] = next(self._clock)
             lives = self._lives.setdefault((row["id"], number), set())
             lives.add(life)
             if len(lives) > MOST_LIVES:
@@ -565,6 +577,10 @@ class CommandLog:
             return Next(row["id"], number, "passed", b"")
         return None
 
+    def _turn(self, model: Row) -> tuple[int, int]:
+        """Return when a model's tenant was last served, and when it was."""
+        return self._turns.get(model["tenant"], 0), self._turns.get(model["id"], 0)
+
     def report(
         self, model: str, number: int, outcome: Outcome, *, applied: int, now: float
     ) -> None:
@@ -572,7 +588,6 @@ class CommandLog:
 
         Commands up to ``applied``, the last in the model's durable state, are not handed out again.
         """
-        self._lives.pop((model, number), None)
         with self._transaction() as db:
             row = self._one("SELECT * FROM commands WHERE target = ? AND number = ?", model, number)
             if row is None:
@@ -590,18 +605,27 @@ class CommandLog:
 
     # ---- engines -------------------------------------------------------------------------------
 
-    def waiting_samples(self, taken: Iterable[str], most: int) -> list[tuple[str, bytes]]:
-        """Return samples that no generator has, the tenants in turns. (future, body)."""
+    def waiting_samples(self, taken: Iterable[str], room: int) -> list[tuple[str, bytes]]:
+        """Return samples that no generator has, the tenants in turns. (future, body).
+
+        They have ``room`` answers together; the last one may have more.
+        """
         rows = self._db.execute(
-            "SELECT id, body FROM commands WHERE done IS NULL AND kind = 'sample' ORDER BY"
-            " row_number() OVER (PARTITION BY tenant ORDER BY no), no"
-        )
+            "SELECT no, id, tenant, row_number() OVER (PARTITION BY tenant ORDER BY no) AS place"
+            " FROM commands WHERE done IS NULL AND kind = 'sample' ORDER BY no"
+        ).fetchall()
         known, found = set(taken), list[tuple[str, bytes]]()
-        for row in rows:
-            if len(found) >= most:
+        turns = dict(self._sample_turns)
+        for row in sorted(rows, key=lambda row: (row["place"], turns.get(row["tenant"], 0))):
+            if room <= 0:
                 break
-            if row["id"] not in known:
-                found.append((row["id"], row["body"]))
+            if row["id"] in known:
+                continue
+            waiting = self._one("SELECT body FROM commands WHERE no = ?", row["no"])
+            if waiting is not None:
+                room -= decode_sample(waiting["body"]).count
+                found.append((row["id"], waiting["body"]))
+                self._sample_turns[row["tenant"]] = next(self._clock)
         return found
 
     def is_waiting(self, request: str) -> bool:
@@ -632,12 +656,14 @@ class CommandLog:
         row = self._one("SELECT * FROM commands WHERE no = ?", no)
         if row is None:
             return
-        keeps_body = row["kind"] == "backward" and not isinstance(outcome, CommandFailed)
+        failed = isinstance(outcome, CommandFailed)
+        keeps_body = row["kind"] == "backward" and not failed
         size = len(data) + (len(row["body"] or b"") if keeps_body else 0)
         self._db.execute(
-            "UPDATE commands SET outcome = ?, done = ?, bytes = ?, body = iif(?, body, NULL),"
+            "UPDATE commands SET outcome = ?, failed = ?, done = ?, bytes = ?,"
+            " body = iif(?, body, NULL),"
             " done_no = (SELECT coalesce(max(done_no), 0) + 1 FROM commands) WHERE no = ?",
-            (data, now, size, keeps_body, no),
+            (data, failed, now, size, keeps_body, no),
         )
         if isinstance(outcome, Saved) and row["details"] is not None:
             details = msgspec.msgpack.decode(row["details"], type=SaveDetails)
@@ -658,9 +684,24 @@ class CommandLog:
             )
         if details.sampler:
             self._db.execute(
-                "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, '', '', 0)",
-                (details.sampler, row["tenant"], model["session"], saved.digest),
+                "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, '', ?, '', 0)",
+                (details.sampler, row["tenant"], model["session"], saved.digest, now),
             )
+            self._end_old_versions(row["tenant"], now=now)
+
+    def _end_old_versions(self, tenant: str, *, now: float) -> None:
+        """End samplers of versions that no checkpoint has, beyond the most recently used ones."""
+        most = self._limits.max_checkpoints
+        old = self._db.execute(
+            "SELECT id FROM samplers WHERE tenant = ?1 AND ended = '' AND version IN (SELECT"
+            " version FROM samplers WHERE tenant = ?1 AND ended = '' AND version != '' AND version"
+            " NOT IN (SELECT digest FROM checkpoints) GROUP BY version"
+            " ORDER BY max(seen) DESC LIMIT -1 OFFSET ?2)",
+            (tenant, most),
+        ).fetchall()
+        for row in old:
+            reason = f"{most} other versions were sampled from later (serve.max_checkpoints)"
+            self._end("samplers", row["id"], reason, now=now)
 
     def expire(self, *, now: float) -> bool:
         """Forget what is not wanted any more: old results, silent sessions, old checkpoints.

@@ -6,6 +6,7 @@ targets of each.
 
 import hashlib
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.broker.commands.protobuf import array_of, read_forward_backward
 from slipstream.broker.commands.refusals import RequestRefusedError
-from slipstream.wire.messages.bounds import Count
+from slipstream.wire.messages.bounds import MOST, Count
 from slipstream.wire.messages.commands import Datum, Forward, LoraSpec, LossName, OptimStep, Sample
 from slipstream.wire.settings.lora import LoraSection
 from slipstream.wire.unreadable import UNREADABLE
@@ -44,6 +45,7 @@ _MOST_STOPS = 64
 _MOST_ANSWERS = 4096  # answers of one sample
 _MOST_TOP = 1024
 _MOST_TARGETS = 1 << 22  # targets of a datum
+_MOST_DATA = 1 << 16
 _SECONDS = (3600, 315_360_000)  # life of a checkpoint: an hour to ten years
 
 
@@ -248,10 +250,22 @@ class PathRequest(_Request, frozen=True, kw_only=True):
     tinker_path: str
 
 
+class _Numbered(msgspec.Struct, frozen=True, kw_only=True):
+    """What names a command."""
+
+    model_id: str
+    seq_id: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+
+
 class TtlRequest(_Request, frozen=True, kw_only=True):
     """When a checkpoint is to expire."""
 
     ttl_seconds: Annotated[int, msgspec.Meta(ge=_SECONDS[0], le=_SECONDS[1])] | None = None
+
+
+# Prompts and lists of samples are long; of what others say, some is kept.
+_MOST_FEW_BYTES = 1 << 16
+_MOST_BYTES: dict[type, int] = {SampleRequest: 1 << 24, FuturesRequest: 1 << 24}
 
 
 def read(body: bytes, kind: type[R]) -> R:
@@ -260,10 +274,21 @@ def read(body: bytes, kind: type[R]) -> R:
     Raises:
         RequestRefusedError: it is not one, or has a field that this server does not know.
     """
+    if len(body) > (most := _MOST_BYTES.get(kind, _MOST_FEW_BYTES)):
+        raise RequestRefusedError(400, f"a request of {len(body)} bytes: it may have {most}")
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
         raise RequestRefusedError(400, f"not a request: {error}") from error
+
+
+def number_of(body: bytes) -> tuple[str, int] | None:
+    """Return the model and the number of a command, whatever else it says; None if it has none."""
+    try:
+        named = msgspec.json.decode(body, type=_Numbered)
+    except UNREADABLE:
+        return None
+    return named.model_id, named.seq_id
 
 
 def hash_of(*parts: bytes) -> bytes:
@@ -358,8 +383,8 @@ def _forward(message: Any, model: ServedModel) -> Forward:  # noqa: ANN401 of th
         if name not in _OPTIONS.get(loss, set()) or not value.HasField("number"):
             raise RequestRefusedError(400, f"loss_fn_config.{name[:200]} is unknown to {loss}")
         options[name] = _finite(value.number, f"loss_fn_config.{name}")
-    if not message.data:
-        raise RequestRefusedError(400, "data is empty")
+    if not 0 < len(message.data) <= _MOST_DATA:
+        raise RequestRefusedError(400, f"data has {len(message.data)} items; 1 to {_MOST_DATA} go")
     data = tuple(
         _datum(datum, loss, model, f"data[{number}]") for number, datum in enumerate(message.data)
     )
@@ -387,7 +412,11 @@ def _datum(datum: Any, loss: str, model: ServedModel, where: str) -> Datum:  # n
             f"{where}.loss_fn_inputs.target_tokens must be int64 of shape [{len(tokens)}] or "
             f"[{len(tokens)}, K], got {targets.dtype} {list(targets.shape)}",
         )
-    if not 0 < targets.size <= _MOST_TARGETS or (targets.ndim == 2 and loss != "cross_entropy"):
+    if (
+        not 0 < targets.size <= _MOST_TARGETS
+        or targets.size > _MOST_TOP * len(targets)
+        or (targets.ndim == 2 and loss != "cross_entropy")
+    ):
         raise RequestRefusedError(
             400, f"{where}.loss_fn_inputs.target_tokens of shape {list(targets.shape)} for {loss}"
         )
@@ -509,7 +538,11 @@ def sample_of(asked: SampleRequest, version: str, model: ServedModel) -> Sample:
             raise RequestRefusedError(400, f"{name} is not supported here")
     if any(chunk.type != "encoded_text" for chunk in asked.prompt.chunks):
         raise RequestRefusedError(400, "prompt has a chunk that is no text")
-    ids = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+    ids = list(chain.from_iterable(chunk.tokens for chunk in asked.prompt.chunks))
+    if len(ids) >= model.longest:
+        raise RequestRefusedError(
+            400, f"prompt has {len(ids)} tokens: a sequence has {model.longest} here"
+        )
     if not ids or not all(0 <= token < model.vocab_size for token in ids):
         raise RequestRefusedError(
             400, f"prompt must hold token ids from 0 to {model.vocab_size - 1}, and one at least"
@@ -545,7 +578,7 @@ def sample_of(asked: SampleRequest, version: str, model: ServedModel) -> Sample:
         max_tokens=wanted,
         temperature=params.temperature,
         top_p=params.top_p,
-        top_k=params.top_k if params.top_k > 0 else -1,
+        top_k=params.top_k if 0 < params.top_k < model.vocab_size else -1,
         seed=_seed(asked),
         stop=texts,
         stop_ids=numbers,

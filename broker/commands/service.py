@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import shutil
+import sqlite3
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import zmq
@@ -24,6 +25,7 @@ from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import BROKER_LOCK
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.serve import ServedPlaces
@@ -51,7 +53,7 @@ async def serve(settings: CommandServerSettings, health: Health) -> None:
     async with AsyncExitStack() as cleanup:
         lock = locked(run.folder / BROKER_LOCK, f"is the command server of {run.folder}")
         cleanup.enter_context(lock)
-        log = CommandLog(places.log, section, now=time.time())
+        log = _opened(settings, places)
         cleanup.callback(log.close)
         thread, waiters = LogThread(), Waiters()
         cleanup.callback(thread.close)
@@ -72,6 +74,21 @@ async def serve(settings: CommandServerSettings, health: Health) -> None:
         cleaner = _Cleaner(log, thread, waiters, places)
         with health.main_loop(lambda: cleaner.num_rounds):
             await run_until(stop.wait(), cleaner.run(site, keys, ring))
+
+
+def _opened(settings: CommandServerSettings, places: ServedPlaces) -> CommandLog:
+    try:
+        log = CommandLog(places.log, settings.serve, now=time.time())
+        known = log.base_model(settings.run.model)
+    except sqlite3.Error as error:
+        raise ConfigError(f"the log of commands {places.log} cannot be read: {error}") from error
+    if known != settings.run.model:
+        log.close()
+        raise ConfigError(
+            f"{places.folder} has adapters of {known}, and run.model is {settings.run.model}: take "
+            "another run.name"
+        )
+    return log
 
 
 async def _open_to_workers(
@@ -110,6 +127,7 @@ class _Cleaner:
         self._thread = thread
         self._waiters = waiters
         self._places = places
+        self._rarely = RateLimitedLog(_log)
         self.num_rounds = 0
 
     async def run(self, site: CommandSite, keys: TenantKeys, ring: KeyRing | None) -> None:
@@ -119,13 +137,16 @@ class _Cleaner:
             await asyncio.to_thread(keys.refresh)
             if ring is not None:
                 ring.refresh()
-            await site.note_fetched()
-            if await self._thread(self._log.expire, now=time.time()):
-                self._waiters.wake_all()
-            if time.monotonic() - swept_s > _SWEEP_S:
-                used = await self._thread(self._log.used_digests)
-                await asyncio.to_thread(sweep, self._places, used, now=time.time())
-                swept_s = time.monotonic()
+            try:
+                await site.note_fetched()
+                if await self._thread(self._log.expire, now=time.time()):
+                    self._waiters.wake_all()
+                if time.monotonic() - swept_s > _SWEEP_S:
+                    used = await self._thread(self._log.used_digests)
+                    await asyncio.to_thread(sweep, self._places, used, now=time.time())
+                    swept_s = time.monotonic()
+            except (sqlite3.OperationalError, OSError) as error:  # a full disk, maybe
+                self._rarely.say("nothing can be cleaned up in %s: %s", self._places.folder, error)
             self.num_rounds += 1
             await asyncio.sleep(_CLEAN_S)
 
@@ -134,8 +155,9 @@ def sweep(places: ServedPlaces, used: set[str], *, now: float) -> None:
     """Remove weights that nothing names any more, but for new ones."""
     folders = (*places.weights.iterdir(), *places.versions.iterdir())
     for path in folders:
-        if path.stem not in used and now - path.stat().st_mtime > _NEW_S:
-            _remove(path)
+        with suppress(FileNotFoundError):  # an unfinished one that has its name by now
+            if path.stem not in used and now - path.stat().st_mtime > _NEW_S:
+                _remove(path)
 
 
 def _remove(path: Path) -> None:

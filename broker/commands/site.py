@@ -7,6 +7,7 @@ behind it are carried out.
 
 import asyncio
 import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,7 @@ from slipstream.wire.messages.commands import (
     SaveWeights,
     Stepped,
 )
+from slipstream.wire.process.rate_limited_log import RateLimitedLog
 
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
@@ -72,6 +74,7 @@ class CommandSite:
         self._waiters = waiters
         self._keys = keys
         self._model = model
+        self._rarely = RateLimitedLog(_log)
         self._fetched: dict[
             str, set[str]
         ] = {}  # results by tenant, to be noted with the next clean-up
@@ -86,10 +89,10 @@ class CommandSite:
             "get_info": self._get_info,
             "unload_model": self._unload_model,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
+            "optim_step": self._numbered(self._optim_step),
+            "save_weights": self._numbered(self._save_weights),
+            "save_weights_for_sampler": self._numbered(self._save_for_sampler),
+            "load_weights": self._numbered(self._load_weights),
             "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
@@ -145,7 +148,27 @@ class CommandSite:
                 response = _refusal(429, "too many connections of one tenant")
                 response.force_close()
                 return response
-            return await handler(request, tenant)
+            try:
+                return await handler(request, tenant)
+            except sqlite3.Error as error:  # a full disk, maybe: the SDK comes again
+                self._rarely.say("a request is not carried out: %s", error)
+                return _refusal(503, f"the log of commands is out of order: {error}")
+
+        return handle
+
+    def _numbered(self, handler: Handler) -> Handler:
+        """Have a command that is refused use its number up: those behind it wait for none."""
+
+        async def handle(request: web.Request, tenant: str) -> web.StreamResponse:
+            try:
+                return await handler(request, tenant)
+            except RequestRefusedError as error:
+                named = asks.number_of(await request.read())
+                if error.status in {400, 404} and named is not None:
+                    refused = Ask(tenant, *named, "forward", b"", b"")
+                    await self._thread(self._log.refuse, refused, str(error), now=time.time())
+                    self._waiters.wake(LEARNER)
+                raise
 
         return handle
 
@@ -249,12 +272,12 @@ class CommandSite:
         if asked.model_id is None or asked.seq_id is None:
             raise RequestRefusedError(400, "session_id and model_seq_id are needed")
         _, own = await self._thread(self._log.model, tenant, asked.model_id)
-        reason = ""
         if (own.rank, own.alpha, own.targets) != (spec.rank, spec.alpha, spec.targets):
-            reason = f"{asked.path} has adapters of rank {spec.rank} of other layers or rank"
-        kind: Kind = "create"
+            raise RequestRefusedError(
+                400, f"{asked.path} has adapters of rank {spec.rank} of other layers or rank"
+            )
         return await self._accepted(
-            tenant, asked.model_id, asked.seq_id, kind, body, encode(load), reason=reason
+            tenant, asked.model_id, asked.seq_id, "create", body, encode(load)
         )
 
     async def _accepted(
@@ -296,14 +319,8 @@ class CommandSite:
     async def _optim_step(self, request: web.Request, tenant: str) -> web.StreamResponse:
         body = await request.read()
         asked = asks.read(body, asks.OptimStepRequest)
-        data, reason = b"", ""
-        try:
-            data = encode(asks.step_of(asked))
-        except RequestRefusedError as error:
-            reason = str(error)
-        return await self._accepted(
-            tenant, asked.model_id, asked.seq_id, "step", body, data, reason=reason
-        )
+        data = encode(asks.step_of(asked))
+        return await self._accepted(tenant, asked.model_id, asked.seq_id, "step", body, data)
 
     async def _save_weights(self, request: web.Request, tenant: str) -> web.StreamResponse:
         return await self._save(request, tenant, "training")
@@ -313,16 +330,13 @@ class CommandSite:
 
     async def _save(self, request: web.Request, tenant: str, kind: _Saving) -> web.StreamResponse:
         body = await request.read()
-        asked, reason, path, sampler = asks.read(body, asks.SaveWeightsRequest), "", "", ""
+        asked, sampler = asks.read(body, asks.SaveWeightsRequest), ""
         row, _ = await self._thread(self._log.model, tenant, asked.model_id)
-        try:
-            name = asks.name_of_save(asked)
-            folder = "weights" if kind == "training" else "sampler_weights"
-            path = f"tinker://{asked.model_id}/{folder}/{name}" if name else ""
-            if asked.sampling_session_seq_id is not None:
-                sampler = asks.sampler_id(row["session"], asked.sampling_session_seq_id)
-        except RequestRefusedError as error:
-            reason = str(error)
+        name = asks.name_of_save(asked)
+        folder = "weights" if kind == "training" else "sampler_weights"
+        path = f"tinker://{asked.model_id}/{folder}/{name}" if name else ""
+        if asked.sampling_session_seq_id is not None:
+            sampler = asks.sampler_id(row["session"], asked.sampling_session_seq_id)
         details = SaveDetails(
             path=path,
             kind=kind,
@@ -340,7 +354,6 @@ class CommandSite:
             "save",
             msgspec.json.encode((kind, same)),
             encode(SaveWeights(kind=kind)),
-            reason=reason,
             details=details,
         )
 

@@ -6,6 +6,7 @@ and loses them when it is silent. Samples may be drawn twice then, and count onc
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,9 @@ class WorkerDesk:
         except (ProtocolError, RefusedError, ValueError, OSError) as error:
             _log.warning("a request of a worker is refused: %s", error)
             answer, attached = WorkerRefused(reason=str(error)), []
+        except sqlite3.Error as error:  # a full disk, maybe: it will be asked again
+            _log.error("a request of a worker is not answered: %s", error)
+            return
         peer.send([request_id, *cut([encode(answer), *attached])])
 
     def _refuse_other_role(self, peer: Peer, request: WorkerRequest) -> None:

@@ -11,6 +11,7 @@ import tomli_w
 from rich.console import Console
 
 from slipstream.broker.commands.config import CommandServerSettings, command_server_settings
+from slipstream.broker.commands.log import MOST_LIVES
 from slipstream.broker.config import BrokerSettings, DataSection, RewardSection
 from slipstream.deploy.config import DeploySection, RunConfig
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
@@ -62,7 +63,7 @@ def serve_locally(table: Table, console: Console) -> int:
             server = command_server_settings(table)
         starter = LocalStarter(scratch)
         held.callback(starter.close)
-        deploy = section(table, "deploy", DeploySection)
+        deploy = deploy_of(table)
         supervisor = Supervisor.of(deploy, run.logs, starter.start, signals.held)
         try:
             with signals.raising():
@@ -73,6 +74,12 @@ def serve_locally(table: Table, console: Console) -> int:
             workers = [name for name in supervisor.children if name != "broker"]
             supervisor.stop(workers)  # each reports what it has done
             supervisor.stop(["broker"])
+
+
+def deploy_of(table: Table) -> DeploySection:
+    """Return [deploy], by default with the restarts after which a command ends its model alone."""
+    deploy = {"max_restarts": MOST_LIVES, **table.get("deploy", {})}
+    return section({"deploy": deploy}, "deploy", DeploySection)
 
 
 def plans_of(table: Table, server: CommandServerSettings) -> list[RolePlan]:

@@ -5,6 +5,8 @@ Every rank calls every method with the same arguments. Rank 0 alone reads and wr
 
 import hashlib
 import logging
+import os
+from math import isfinite
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -95,12 +97,17 @@ class Executor:
         match operation:
             case Forward():
                 outcome = self._passes.run(operation)
-                if operation.backward:
+                loss = outcome.metrics["loss:sum"]
+                if not isfinite(loss):
+                    tenant.forget_last_gradients()
+                    reason = f"the loss is not finite ({loss}): it adds no gradient"
+                    outcome = CommandFailed(reason=reason, category="user")
+                elif operation.backward:
                     tenant.add_gradients()
             case OptimStep():
                 norm = tenant.step(operation)
                 outcome = Stepped(metrics={"grad_norm": norm})
-                if not abs(norm) < float("inf"):
+                if not isfinite(norm):
                     reason = f"the gradient is not finite ({norm}): nothing was changed"
                     outcome = CommandFailed(reason=reason, category="user")
                 return self._kept(model, tenant, number, outcome)
@@ -127,7 +134,7 @@ class Executor:
         data = self._read(self._places.checkpoint(load.digest))
         tenant = self.models.get(model) or self._made(load.spec)
         try:
-            facts, tensors = read_state(data)
+            facts, tensors = read_state(data, load.digest)
             tenant.load(tensors, facts, optimizer=load.with_optimizer)
         except (ValueError, KeyError, SafetensorError) as error:
             reason = f"the weights cannot be loaded: {error}"
@@ -157,7 +164,9 @@ class Executor:
         config = adapter_config(facts, "")  # a model's place is no part of what a version is
         digest = hashlib.sha256(config + data).hexdigest()
         folder = self._places.version(digest)
-        if self._leads and not folder.is_dir():
+        if self._leads and folder.is_dir():
+            os.utime(folder)  # it is in use again, and not removed as an old one
+        elif self._leads:
             with replacing_folder(folder, mode=0o700) as unfinished:
                 (unfinished / CONFIG).write_bytes(config)
                 (unfinished / TENSORS).write_bytes(data)
@@ -169,13 +178,14 @@ class Executor:
         paths = sorted(self._places.states.glob("*.state")) if self._leads else []
         count = int(broadcast_bytes(str(len(paths)).encode()))
         for number in range(count):
-            data = self._read(paths[number] if self._leads else None)
+            path = paths[number] if self._leads else None
+            data = self._read(path)
             try:
                 facts, tensors = read_state(data)
                 tenant = self._made(facts.spec)
                 tenant.load(tensors, facts, optimizer=True)
-            except (ValueError, KeyError, SafetensorError) as error:
-                _log.error("a model's state cannot be read, and the model ends: %s", error)
+            except (ValueError, TypeError, KeyError, SafetensorError) as error:
+                _log.error("%s cannot be read, and its model ends: %s", path, error)
                 continue
             tenant.at = tenant.applied = facts.applied
             tenant.outcome = facts.outcome

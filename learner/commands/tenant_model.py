@@ -4,6 +4,7 @@ Its durable state is one file for all ranks and any layout: whole tensors under 
 the number of the last command that they hold and that command's outcome.
 """
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +76,7 @@ class TenantModel:
             torch.zeros_like(weight) if p.grad is None else p.grad.float()
             for p, weight in zip(self.parameters, self.moments.weights, strict=True)
         ]
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.forget_last_gradients()
         _summed(found, parallel_state.get_data_parallel_group(with_context_parallel=True))
         if self._model.config.sequence_parallel:
             whole = [
@@ -90,9 +90,10 @@ class TenantModel:
         else:
             torch._foreach_add_(self._waiting, found)
 
-    def forget_gradients(self) -> None:
-        """Drop gradients that wait."""
-        self._waiting = None
+    def forget_last_gradients(self) -> None:
+        """Drop the parameters' gradients: those that wait stay as they are."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(self, adam: OptimStep) -> float:
         """Update the adapters by what waits, which is forgotten; return the gradients' norm.
@@ -201,12 +202,14 @@ class TenantModel:
         self._take_weights()
 
 
-def read_state(data: bytes) -> tuple[StateFacts, dict[str, Tensor]]:
+def read_state(data: bytes, digest: str = "") -> tuple[StateFacts, dict[str, Tensor]]:
     """Return what a state file says of itself, and its tensors.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is no such file, or not the one of a ``digest``.
     """
+    if digest and hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"the file {digest} is damaged or gone")
     length = int.from_bytes(data[:8], "little")
     head: dict[str, Any] = msgspec.json.decode(data[8 : 8 + length])
     facts = msgspec.json.decode(head["__metadata__"][_FACTS], type=StateFacts)

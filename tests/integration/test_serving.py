@@ -19,9 +19,13 @@ SAID = {
     "loss": "BadRequestError.*reduction of its loss",
     "shape": "BadRequestError.*must have the shape of target_tokens",
     "adam": "BadRequestError.*adam_params",
+    "rate": "BadRequestError.*learning_rate",
+    "load": "NotFoundError.*there are no weights",
+    "infinite": "RequestFailedError.*the loss is not finite",
     "next": "True",
     "other's": "NotFoundError.*there are no weights",
     "other's state": "NotFoundError.*there are no weights",
+    "damaged": "RequestFailedError.*is damaged or gone",
     "key": "AuthenticationError.*no such key",
     "base version": "base",
     "listed": "sampler_weights/mine weights/state",
@@ -56,7 +60,12 @@ def test_a_loop_of_the_sdk_ends_as_if_nothing_had_died(served: Served):
 
 
 def test_what_a_client_does_wrong_is_said_and_the_next_command_is_carried_out(served: Served):
-    said = served.play("refusals", key=served.key("carol"), other_key=served.key("dave"))
+    said = served.play(
+        "refusals",
+        key=served.key("carol"),
+        other_key=served.key("dave"),
+        weights=str(served.folder / "s" / "serve" / "weights"),
+    )
     assert said.keys() == SAID.keys()
     for what, pattern in SAID.items():
         assert re.search(pattern, said[what]), (what, said[what])

@@ -80,6 +80,39 @@ async def test_what_is_no_request_is_refused_on_every_route(tmp_path: Path):
             assert await answer.json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("route", "status", "asked"),
+    [
+        ("load_weights", 404, {"path": "tinker://x/weights/y", "optimizer": True}),
+        ("optim_step", 400, {"adam_params": {"learning_rate": None}}),
+        ("optim_step", 400, {"adam_params": {"beta1": 1.0}}),
+        ("save_weights", 400, {"path": "../x"}),
+        ("save_weights", 400, {"user_metadata": {"x": "y" * 70_000}}),
+    ],
+)
+async def test_a_command_that_is_refused_uses_its_number_up(
+    tmp_path: Path, route: str, status: int, asked: dict[str, object]
+):
+    async with asking(tmp_path) as (session, url):
+        opened = await session.post(url + "create_session", json={})
+        known = (await opened.json())["session_id"]
+        lora = {
+            "session_id": known,
+            "model_seq_id": 0,
+            "base_model": "m",
+            "lora_config": {"rank": 4},
+        }
+        made = await session.post(url + "create_model", json=lora)
+        model = (await made.json())["model_id"]
+        body = {"model_id": model, "seq_id": 1, **asked}
+        for _ in range(2):
+            answer = await session.post(url + route, json=body)
+            said = (await answer.json())["detail"]
+            assert answer.status == status, said
+        future = await session.post(url + "retrieve_future", json={"request_id": f"{model}:1"})
+        assert await future.json() == {"error": said, "category": "user"}
+
+
 async def test_without_a_key_nothing_is_answered(tmp_path: Path):
     async with asking(tmp_path) as (_, url), aiohttp.ClientSession() as stranger:
         for headers in ({}, {"X-API-Key": "tml-guess"}):

@@ -106,8 +106,11 @@ def version_of_id(labels: set[str]) -> str:
     return label
 
 
-def refusals(url: str, key: str, other_key: str, model: str) -> dict[str, str]:
-    """Do what is wrong, and what is right after it; return what was said, by what was wrong."""
+def refusals(url: str, key: str, other_key: str, model: str, weights: str) -> dict[str, str]:
+    """Do what is wrong, and what is right after it; return what was said, by what was wrong.
+
+    ``weights`` is the server's folder of checkpoints.
+    """
     own = tinker.ServiceClient(base_url=url, api_key=key)
     other = tinker.ServiceClient(base_url=url, api_key=other_key)
     said: dict[str, str] = {}
@@ -127,14 +130,25 @@ def refusals(url: str, key: str, other_key: str, model: str) -> dict[str, str]:
     bad = datum([3, 4, 5])
     bad.loss_fn_inputs["weights"] = tensor([1.0], "float32")
     said_of("shape", lambda: trained.forward_backward([bad], "cross_entropy").result())
-    adam = types.AdamParams(beta1=1.0)
-    said_of("adam", lambda: trained.optim_step(adam).result())
+    for what, adam in (("adam", {"beta1": 1.0}), ("rate", {"learning_rate": float("nan")})):
+        said_of(what, lambda: trained.optim_step(types.AdamParams(**adam)).result())  # noqa: B023
+    said_of("load", lambda: trained.load_state("tinker://no/weights/x").result())
+    vast = {"logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
+    inputs = {name: tensor(values, "float32") for name, values in vast.items()}
+    bad.loss_fn_inputs = {"target_tokens": tensor([4, 5, 6], "int64"), **inputs}
+    bad.model_input = types.ModelInput.from_ints([3, 4, 5])
+    said_of("infinite", lambda: trained.forward_backward([bad], "importance_sampling").result())
     fine = trained.forward_backward(batch(0), "cross_entropy").result()
     said["next"] = str(fine.metrics["loss:sum"] > 0)
     path = trained.save_weights_for_sampler("mine").result().path
     said_of("other's", lambda: other.create_sampling_client(model_path=path).result())
     state = trained.save_state("state").result().path
     said_of("other's state", lambda: other.create_training_client_from_state(state).result())
+    for path in Path(weights).iterdir():
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    said_of("damaged", lambda: own.create_training_client_from_state(state).result())
     stranger = tinker.ServiceClient(base_url=url, api_key="tml-guessed")
     said_of("key", lambda: stranger.create_sampling_client(base_model=model).result())
     base = own.create_sampling_client(base_model=model).result()

@@ -36,8 +36,8 @@ class ServeSection(Section, frozen=True, kw_only=True):
     max_bytes: AtLeast1 = 2**30
     """Bytes of a tenant's commands and of results that were not fetched."""
     max_checkpoints: AtLeast1 = 100
-    """Checkpoints and versions for sampling that a tenant may keep; versions of sampling clients
-    that are gone do not count."""
+    """Checkpoints that a tenant may keep, and as many versions for sampling without a name: beyond
+    them the one that was not sampled from for the longest time goes, and its samplers end."""
     keep_s: Positive = 24 * 3600.0
     """A result that nobody fetches is forgotten after this time, and its future says so."""
     session_s: Positive = 24 * 3600.0

@@ -1,8 +1,11 @@
 """What a command log promises and refuses, one rule at a time."""
 
+import resource
+import sqlite3
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.broker.commands.log import GRACE_S, MOST_LIVES, Ask, CommandLog, SaveDetails
@@ -148,6 +151,54 @@ def test_a_model_whose_command_ends_every_learner_ends_alone():
     assert log.live_models == ("n",)
 
 
+def test_learners_that_end_by_other_commands_do_not_end_a_model():
+    log = open_log(":memory:")
+    open_model(log)
+    log.accept(ask("m", 1, "backward"), now=0.0)
+    for number in (0, 1):
+        log.report("m", number, LOSSES, applied=0, now=1.0)
+    for life in range(2 * MOST_LIVES):
+        found = log.next_command({"m": 0}, life=str(life), now=2.0)
+        assert found is not None
+        assert found.what == "again"
+        assert log.next_command({"m": 1}, life=str(life), now=2.0) is None, "it was carried out"
+    assert log.live_models == ("m",)
+
+
+def test_a_model_ends_whose_results_were_never_fetched():
+    log = open_log(":memory:", limits=ServeSection(keep_s=10.0, session_s=100.0))
+    open_model(log)
+    log.accept(ask("m", 1, "backward"), now=0.0)
+    for number in (0, 1):
+        log.report("m", number, LOSSES, applied=0, now=1.0)
+    log.expire(now=50.0)
+    assert log.expire(now=200.0), "its session has ended"
+    assert log.live_models == ()
+
+
+def test_a_full_disk_is_survived(tmp_path: Path):
+    path = tmp_path / "commands.db"
+    log = open_log(path)
+    open_model(log)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    body = encode(Losses(logprobs=(bytes(1 << 20),), widths=(1,), metrics={}))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+    try:
+        with pytest.raises(sqlite3.OperationalError):
+            log.accept(Ask("alice", "m", 1, "forward", b"1", body), now=0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert log.accept(ask("m", 1, "forward"), now=0.0) == "m:1"
+
+
+def test_a_log_is_of_one_base_model(tmp_path: Path):
+    path = tmp_path / "commands.db"
+    log = open_log(path)
+    assert log.base_model("m") == "m"
+    log.close()
+    assert open_log(path).base_model("another") == "m"
+
+
 def test_tenants_are_served_in_turns():
     log = open_log(":memory:")
     for tenant in ("alice", "bob"):
@@ -163,6 +214,7 @@ def test_tenants_are_served_in_turns():
         at[found.model] = found.number
         served.append(found.model.rpartition("-")[2])
     assert served.count("alice") == 3
+    assert at["m2-alice"] == 0, "and a tenant's models"
     assert all(one != other for one, other in pairwise(served))
 
 
@@ -182,11 +234,58 @@ def test_samples_go_to_who_asks_and_count_once():
         log.report_sample("q:1", answered("ab"), now=2.0)
     log.cancel("alice", "q:1", now=3.0)
     log.cancel("alice", "b:0", now=3.0)
-    assert [name for name, _ in log.waiting_samples((), 9)] == ["q:2", "b:0"]
+    assert [name for name, _ in log.waiting_samples((), 9)] == ["b:0", "q:2"]
     done = log.completions("alice", "q", 0, 0, block=1000)
     assert [(name, failed) for _, name, failed, _ in done] == [("q:0", False), ("q:1", True)]
     assert log.completions("alice", "q", 0, done[-1][0], block=1000) == []
     assert log.completions("alice", "q", 1, 0, block=1000) == [], "of another copy"
+
+
+def test_a_tenant_with_many_samples_waits_for_another_even_on_one_lane():
+    log = open_log(":memory:")
+    sampler_of(log)
+    sampler_of(log, "b", "bob")
+    for number in range(4):
+        log.accept(sample(number), now=0.0)
+    for number in range(2):
+        log.accept(sample(number, "b", "bob"), now=0.0)
+    served = []
+    for _ in range(4):
+        ((name, _),) = log.waiting_samples((), 1)
+        served.append(name)
+        log.report_sample(name, answered(), now=1.0)
+    assert served == ["q:0", "b:0", "q:1", "b:1"]
+
+
+def test_there_is_room_for_answers_and_not_for_as_many_samples():
+    log = open_log(":memory:")
+    sampler_of(log)
+    for number in range(4):
+        log.accept(sample(number, body=msgspec.structs.replace(SAMPLE, count=3)), now=0.0)
+    assert [name for name, _ in log.waiting_samples((), 6)] == ["q:0", "q:1"]
+    assert [name for name, _ in log.waiting_samples((), 1)] == ["q:0"], "one alone may have more"
+    assert log.waiting_samples((), 0) == []
+
+
+def test_versions_without_a_name_go_when_others_were_sampled_from_later():
+    log = open_log(":memory:", limits=ServeSection(max_checkpoints=2))
+    open_model(log)
+    log.report("m", 0, Made(), applied=0, now=1.0)
+    body = ask("m", 1, "save").body
+
+    def save(number: int, details: SaveDetails) -> None:
+        log.accept(Ask("alice", "m", number, "save", bytes([number]), body, details), now=1.0)
+        log.report("m", number, Saved(digest=f"d{number}", num_bytes=7), applied=0, now=number)
+
+    path = "tinker://m/sampler_weights/kept"
+    save(1, SaveDetails(path=path, kind="sampler"))
+    log.open_sampler("alice", "s-alice", "kept", path, now=1.0)
+    for number in (2, 3):
+        save(number, SaveDetails(kind="sampler", sampler=f"q{number}"))
+    log.accept(sample(0, "q2"), now=4.0)
+    save(5, SaveDetails(kind="sampler", sampler="q5"))
+    assert log.used_digests() == {"d1", "d2", "d5"}
+    assert "serve.max_checkpoints" in refused(410, log.accept, sample(0, "q3"), now=6.0)
 
 
 def test_saved_weights_have_a_path_until_it_is_deleted_or_expires():

@@ -84,6 +84,15 @@ def test_a_forward_backward_of_the_sdk_is_read():
         (data(weights=tensor([1.0, float("nan"), 1.0])), "cross_entropy", {}, "not finite"),
         (data(extra=tensor([1.0, 1.0, 1.0])), "cross_entropy", {}, "extra is unknown"),
         (data(), "importance_sampling", {}, "is missing: importance_sampling needs it"),
+        (
+            data(
+                target_tokens=tensor([1] * 3075, "int64", [3, 1025]),
+                weights=tensor([1.0] * 3075, shape=[3, 1025]),
+            ),
+            "cross_entropy",
+            {},
+            r"of shape \[3, 1025\]",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_forward_backward_is_said(
@@ -179,6 +188,8 @@ def test_a_sample_of_the_sdk_is_read():
     ends = asks.sample_of(sampled(params={"stop": [7, 8], "max_tokens": 2}), "", SERVED)
     assert (ends.stop_ids, ends.ignores_end, ends.max_tokens) == ((7, 8), False, 2)
     assert asks.sample_of(sampled(params={"stop": []}), "", SERVED).ignores_end
+    tops = [asks.sample_of(sampled(params={"top_k": k}), "", SERVED).top_k for k in (7, 20, 2**40)]
+    assert tops == [7, -1, -1], "all of a vocabulary of 20, which engines have as 32 bits"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +197,7 @@ def test_a_sample_of_the_sdk_is_read():
     [
         (sampled([1, 20]), "token ids from 0 to 19"),
         (sampled([]), "one at least"),
-        (sampled([1] * 16), "max_tokens of 0 behind a prompt of 16"),
+        (sampled([1] * 16), "prompt has 16 tokens"),
         (sampled(params={"max_tokens": 15}), "max_tokens of 15"),
         (sampled(params={"temperature": -1.0}), "sampling_params"),
         (sampled(params={"top_p": 0.0}), "sampling_params"),
@@ -200,6 +211,12 @@ def test_what_is_wrong_with_a_sample_is_said(asked: asks.SampleRequest, message:
     with pytest.raises(RequestRefusedError, match=message) as caught:
         asks.sample_of(asked, "", SERVED)
     assert caught.value.status == 400
+
+
+def test_a_request_has_a_size():
+    long = b'{"session_id": "s", "type": "' + b"x" * (1 << 16) + b'"}'
+    with pytest.raises(RequestRefusedError, match="it may have 65536"):
+        asks.read(long, asks.OfSession)
 
 
 def test_an_unknown_field_is_refused_by_its_name():
