@@ -32,7 +32,7 @@ VOCABULARY = 40
 END = 2
 CHUNK = 64  # tokens that are prefilled at a time: prompts are longer
 LANES = 8
-TOLERANCE = 1e-5  # of float32 logprobs
+TOLERANCE = 3e-5  # of float32 logprobs, whatever batches they were in; versions are 1e-3 apart
 TRIES = 10  # to have enough happen: a slow machine may be too late
 OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)
 PLAIN = SamplingParams(temperature=1.0, max_new_tokens=120)

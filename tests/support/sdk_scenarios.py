@@ -135,19 +135,22 @@ def refusals(url: str, key: str, other_key: str, model: str, weights: str) -> di
     said_of("load", lambda: trained.load_state("tinker://no/weights/x").result())
     vast = {"logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
     inputs = {name: tensor(values, "float32") for name, values in vast.items()}
-    bad.loss_fn_inputs = {"target_tokens": tensor([4, 5, 6], "int64"), **inputs}
-    bad.model_input = types.ModelInput.from_ints([3, 4, 5])
-    said_of("infinite", lambda: trained.forward_backward([bad], "importance_sampling").result())
+    infinite = types.Datum(
+        model_input=types.ModelInput.from_ints([3, 4, 5]),
+        loss_fn_inputs={"target_tokens": tensor([4, 5, 6], "int64"), **inputs},
+    )
+    by_ratio = "importance_sampling"
+    said_of("infinite", lambda: trained.forward_backward([infinite], by_ratio).result())
     fine = trained.forward_backward(batch(0), "cross_entropy").result()
     said["next"] = str(fine.metrics["loss:sum"] > 0)
     path = trained.save_weights_for_sampler("mine").result().path
     said_of("other's", lambda: other.create_sampling_client(model_path=path).result())
     state = trained.save_state("state").result().path
     said_of("other's state", lambda: other.create_training_client_from_state(state).result())
-    for path in Path(weights).iterdir():
-        data = bytearray(path.read_bytes())
+    for file in Path(weights).iterdir():
+        data = bytearray(file.read_bytes())
         data[-1] ^= 1
-        path.write_bytes(data)
+        file.write_bytes(data)
     said_of("damaged", lambda: own.create_training_client_from_state(state).result())
     stranger = tinker.ServiceClient(base_url=url, api_key="tml-guessed")
     said_of("key", lambda: stranger.create_sampling_client(base_model=model).result())
