@@ -27,6 +27,7 @@ from slipstream.deploy.launch.resume import (
     refuse_taken,
     resumed_table,
 )
+from slipstream.deploy.launch.rotation import rotate
 from slipstream.deploy.launch.session import (
     RunOutcome,
     SessionView,
@@ -145,14 +146,14 @@ class TenantRun:
 
     @property
     def is_over(self) -> bool:
-        """True if its run is complete, by what its broker has said last."""
+        """True if its run is complete, by what its broker answered last."""
         return self.watcher.newest is not None and self.watcher.newest.finished
 
     def require_over(self, kind: str, ended_s: float) -> None:
         """Refuse the end of the pool's last process of a kind before the run is complete.
 
         Raises:
-            ChildDiedError: the broker has said since then that it is not.
+            ChildDiedError: the broker answered since then, and it is not.
         """
         if not self.is_over and self.watcher.asked_s > ended_s:
             raise ChildDiedError(f"{kind} ended before the run was complete")
@@ -246,13 +247,16 @@ class PoolSession:
         resolved = self._write_settings()
         for plan in pool_plans(self._config, resolved):
             self._supervisor.start(plan)
+        limit_s, began_s = self._config.deploy.time_limit_s, time.monotonic()
         while self._live:
             self._supervisor.check()
+            if limit_s and time.monotonic() - began_s > limit_s:
+                raise ChildDiedError(f"the pool took longer than deploy.time_limit_s = {limit_s:g}")
             for tenant in self._live:
                 if self._step(tenant, tenant.look):
                     tenant.end(RunOutcome("finished", "", 0), self._view)
             self._require_complete()
-            self._print_lines()
+            self._report()
             time.sleep(_POLL_S)
 
     def _require_complete(self) -> None:
@@ -289,10 +293,13 @@ class PoolSession:
             tenant.end(outcome_of(error, folder, has_room=has_room(folder)), self._view)
             return False
 
-    def _print_lines(self) -> None:
+    def _report(self) -> None:
+        """Print a line for each tenant, and rotate logs, when it is time to."""
         if time.monotonic() < self._next_line_s:
             return
         self._next_line_s = time.monotonic() + _LINE_EVERY_S
+        for site in (self._site, *(tenant.site for tenant in self._live)):
+            rotate(site.run.logs, site.config.broker.logging)
         for tenant in self._live:
             if tenant.watcher.newest is not None:
                 self._view.show_line(tenant.name, tenant.watcher.newest)

@@ -52,10 +52,8 @@ def find_resume_point(
     if upload and (folder := _fetch_newer(run, upload)) is not None:
         return _point(folder, run)
     folders = [Path(run.dir) / run.name]
-    number = 2
-    while not is_tenant and (folder := Path(run.dir) / f"{run.name}-{number}").exists():
-        folders.append(folder)
-        number += 1
+    if not is_tenant:
+        folders += _of_later_starts(run)
     for folder in reversed(folders):
         if newest_checkpoint(folder) is not None:
             return _point(folder, run)
@@ -71,12 +69,17 @@ def find_resume_point(
     return None
 
 
+def _of_later_starts(run: RunSection) -> list[Path]:
+    """Return the folders NAME-2, NAME-3, ... that are there."""
+    found = list[Path]()
+    while (folder := Path(run.dir) / f"{run.name}-{len(found) + 2}").exists():
+        found.append(folder)
+    return found
+
+
 def newest_pool(run: RunSection) -> str:
     """Return the name of the newest of NAME, NAME-2, ... that has a folder, or NAME."""
-    names = [run.name]
-    while (Path(run.dir) / f"{run.name}-{len(names) + 1}").exists():
-        names.append(f"{run.name}-{len(names) + 1}")
-    return names[-1]
+    return [run.name, *(folder.name for folder in _of_later_starts(run))][-1]
 
 
 def is_complete(run: RunSection) -> bool:

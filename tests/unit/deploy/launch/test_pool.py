@@ -140,6 +140,12 @@ def test_weights_that_all_tenants_use_stay_on_the_device(tmp_path: Path):
         run_config(table)
 
 
+def test_a_pool_keeps_its_generators(tmp_path: Path):
+    table = pool_table(tmp_path) | {"deploy": {"min_generators": 1, "max_generators": 4}}
+    with pytest.raises(ConfigError, match=r"deploy.max_generators with \[tenants\]"):
+        run_config(table)
+
+
 def test_each_tenant_resumes_where_it_was_and_the_complete_ones_stay_so(config: RunConfig):
     narrow, wide = (tenant.settings.run.folder for tenant in config.tenants)
     write_checkpoint(narrow, 1, 5)  # its last step
