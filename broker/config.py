@@ -23,6 +23,7 @@ from slipstream.wire.settings.sections import (
     required,
     run_section,
 )
+from slipstream.wire.settings.tenants import neighbors
 
 _BYTES_PER_TOKEN = 13  # id, logprob, mask, and four characters in the transcript
 
@@ -233,8 +234,15 @@ def private_paths(table: Table) -> tuple[Path, ...]:
 
     Sockets need no key: any process that can reach them could pose as the learner. A role
     of a broker on another host has no sockets or store here, unless some exist already; a run
-    folder that is here may be the one that a learner's hosts share.
+    folder that is here may be the one that a learner's hosts share. A tenant's functions do not see
+    those of its neighbors either.
     """
+    run = run_section(table)
+    of_others = (path for other in neighbors(run) for path in _private_paths(other))
+    return tuple(dict.fromkeys((*_private_paths(table), *of_others)))
+
+
+def _private_paths(table: Table) -> tuple[Path, ...]:
     run, broker = run_section(table), section(table, "broker", BrokerSection)
     algo = table.get("algo")  # the learner checks its settings
     teacher = algo.get("teacher") if isinstance(algo, dict) else None

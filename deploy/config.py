@@ -121,6 +121,11 @@ def run_config(table: Table) -> RunConfig:
     )
     _refuse_deploy(config)
     if tenants:
+        if config.deploy.max_generators:
+            raise ConfigError(
+                "deploy.max_generators with [tenants]: a pool keeps its generators.count; leave it "
+                "out"
+            )
         return config
     if config.learner.checkpoint.keep_best and not config.broker.eval.enabled:
         raise ConfigError(

@@ -322,14 +322,14 @@ def _for_tenants(
     runs = [tenant.settings for tenant in tenants]
     targets = {target for run in runs for target in run.lora.targets}
     replace = msgspec.structs.replace
-    kept = max(run.sampling.max_kept_tokens for run in runs)
+    recording = [run.sampling for run in runs if run.sampling.records_kept]
     widest = max(runs, key=lambda run: run.lora.rank or 0).lora
     acting = [run.environment for run in runs if run.environment.is_named]
     return replace(
         pool,
         tenants=tenants,
         lora=replace(widest, targets=tuple(sorted(targets))),
-        sampling=replace(pool.sampling, max_kept_tokens=kept),
+        sampling=max(recording, key=lambda own: own.max_kept_tokens, default=pool.sampling),
         environment=acting[0] if acting else pool.environment,
     )
 

@@ -41,11 +41,14 @@ from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import (
     ChildDiedError,
     ConfigError,
+    PeerLostError,
     QuarantineError,
     SlipstreamError,
     known_errors,
+    text_of,
 )
 from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.files.tenant_end import write_tenant_end
 from slipstream.wire.messages.broker import Welcome
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
@@ -200,6 +203,9 @@ async def _serve_tenants(
                 if of_engine or not known:
                     raise
                 _log.error("this tenant ends here: %s", known[0])
+                if not isinstance(known[0], PeerLostError):  # then its broker waits for answers
+                    why = f"{name} gave it up: {text_of(known[0])}"
+                    write_tenant_end(tenant.settings.run.folder, why)
             finally:
                 workers.pop(tenant.name, None)
 

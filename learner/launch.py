@@ -42,7 +42,7 @@ from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.weightbus.net.interfaces import address_towards, interface_variables
 from slipstream.weightbus.net.rendezvous import open_store, store_on
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError, text_of
-from slipstream.wire.files.learner_end import forget_learner_end, write_learner_end
+from slipstream.wire.files.tenant_end import forget_tenant_end, write_tenant_end
 from slipstream.wire.models.hf_config import load_hf_config
 from slipstream.wire.process.background import BackgroundLoop
 from slipstream.wire.process.health import Health
@@ -206,7 +206,7 @@ class _Node:
             one = replace(self, settings=tenant.settings)
             own = cleanup.enter_context(ExitStack())
             if topology.rank == 0:
-                forget_learner_end(tenant.settings.run.folder)
+                forget_tenant_end(tenant.settings.run.folder)
             begun, reason = None, ""
             with logging_for(tenant.name):
                 try:
@@ -221,7 +221,8 @@ class _Node:
             own.close()
             if topology.rank == 0:
                 reason = reason or "another rank of the learner cannot begin it: see its log"
-                write_learner_end(tenant.settings.run.folder, reason)
+                folder = tenant.settings.run.folder
+                write_tenant_end(folder, f"the learner gave it up: {reason}")
         wait_s = self.settings.learner.timeout_s / 4
         return TenantLoops(found, self.stop, rank=topology.rank, wait_s=wait_s)
 

@@ -148,7 +148,15 @@ def _run_pool(table: Table, dry_run: bool, resume: str | None, place: str, conso
         config, done = resumed_pool(config)
         for tenant in done:
             console.print(f"tenant {tenant}: its run is complete", soft_wrap=True)
+    else:
+        for new in config.tenants:
+            refuse_taken(new.settings.learner.checkpoint.upload)
     refuse_without_extras(config)
+    if len(config.deploy.hosts) > 1:
+        raise ConfigError(
+            f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts a pool's "
+            "processes on its own host only"
+        )
     tenants = [
         replace(tenant, settings=with_contents(tenant.settings)) for tenant in config.tenants
     ]

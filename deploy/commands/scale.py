@@ -16,6 +16,7 @@ from slipstream.wire.files.scale_request import (
     write_request,
 )
 from slipstream.wire.process.processes import is_locked
+from slipstream.wire.settings.tenants import FOLDER
 
 EXAMPLES = """examples:
   slipstream scale generators=6                start or end generators until there are six
@@ -47,6 +48,11 @@ def main(arguments: argparse.Namespace) -> int:
     if pool != _POOL or not is_short or not 1 <= int(number) <= MOST_GENERATORS:
         raise ConfigError(
             f"expected generators=N with N from 1 to {MOST_GENERATORS}, got {wanted:.100}"
+        )
+    if (folder / FOLDER).is_dir() or folder.absolute().parent.name == FOLDER:
+        raise ConfigError(
+            f"{folder} is of a pool, whose generators stay as many as they are: stop it, and "
+            "resume it with another generators.count"
         )
     run_of_folder(folder)
     if not is_locked(folder / RUN_LOCK):

@@ -4,6 +4,7 @@ Every tenant has its broker and reward workers, a run folder and an outcome. The
 generators are the pool's. A tenant that fails ends alone; the pool ends when all have ended.
 """
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,14 @@ from slipstream.deploy.config import RunConfig, run_config, write_resolved
 from slipstream.deploy.launch.local import LocalSite
 from slipstream.deploy.launch.observer import StatusWatcher
 from slipstream.deploy.launch.plan import RolePlan, kind_of, plan_roles
-from slipstream.deploy.launch.resume import AUTO, find_resume_point, is_complete, resumed_table
+from slipstream.deploy.launch.resume import (
+    AUTO,
+    find_resume_point,
+    is_complete,
+    refuse_taken,
+    resumed_table,
+)
+from slipstream.deploy.launch.rotation import rotate
 from slipstream.deploy.launch.session import (
     RunOutcome,
     SessionView,
@@ -31,8 +39,8 @@ from slipstream.deploy.launch.session import (
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
-from slipstream.wire.files.learner_end import forget_learner_end, read_learner_end
 from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.files.tenant_end import forget_tenant_end, read_tenant_end
 from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import EXIT_FAILED
@@ -69,10 +77,13 @@ def resumed_pool(config: RunConfig) -> tuple[RunConfig, list[str]]:
         if is_complete(run):
             done.append(tenant.name)
             continue
-        point = find_resume_point(run, AUTO, upload)
-        table = tenant.settings.table
-        settings = run_config(resumed_table(table, point)) if point is not None else tenant.settings
-        resumed.append(replace(tenant, settings=settings))
+        point = find_resume_point(run, AUTO, upload, is_tenant=True)
+        if point is None:
+            refuse_taken(upload)
+            resumed.append(tenant)
+        else:
+            table = resumed_table(tenant.settings.table, point)
+            resumed.append(replace(tenant, settings=run_config(table)))
     if not resumed:
         raise ConfigError(f"the runs of all tenants of {config.run.folder} are complete")
     return msgspec.structs.replace(config, tenants=tuple(resumed)), done
@@ -106,7 +117,7 @@ class TenantRun:
         """Start the broker; the others follow once it listens."""
         run = self.site.run
         run.logs.mkdir(parents=True, exist_ok=True)
-        forget_learner_end(run.folder)
+        forget_tenant_end(run.folder)
         broker, *self._waiting = plans_of(self.site.plans(), _OF_TENANT)
         self.supervisor.start(broker)
         child = self.supervisor.children["broker"]
@@ -128,11 +139,24 @@ class TenantRun:
         if self._patience is not None:
             self._await_broker(self._patience)
             return False
-        if reason := read_learner_end(self.site.run.folder):
-            raise ChildDiedError(f"the learner gave it up: {reason}")
-        status = self.watcher.newest
+        if end := read_tenant_end(self.site.run.folder):
+            raise ChildDiedError(end)
         names = [name for name in self.supervisor.children if name != "broker"]
-        return status is not None and status.finished and self.supervisor.finished(names)
+        return self.is_over and end is not None and self.supervisor.finished(names)
+
+    @property
+    def is_over(self) -> bool:
+        """True if its run is complete, by what its broker answered last."""
+        return self.watcher.newest is not None and self.watcher.newest.finished
+
+    def require_over(self, kind: str, ended_s: float) -> None:
+        """Refuse the end of the pool's last process of a kind before the run is complete.
+
+        Raises:
+            ChildDiedError: the broker answered since then, and it is not.
+        """
+        if not self.is_over and self.watcher.asked_s > ended_s:
+            raise ChildDiedError(f"{kind} ended before the run was complete")
 
     def _await_broker(self, patience: Patience) -> None:
         if self.site.broker_listens():
@@ -170,6 +194,7 @@ class PoolSession:
         self._site = LocalSite(config)
         self._supervisor = self._supervisor_of(self._site)
         self._next_line_s = 0.0
+        self._ended_s: dict[str, float] = {}  # kinds of the pool's processes that have all ended
 
     def _tenant(self, name: str, config: RunConfig) -> TenantRun:
         site = LocalSite(config)
@@ -222,15 +247,26 @@ class PoolSession:
         resolved = self._write_settings()
         for plan in pool_plans(self._config, resolved):
             self._supervisor.start(plan)
+        limit_s, began_s = self._config.deploy.time_limit_s, time.monotonic()
         while self._live:
             self._supervisor.check()
+            if limit_s and time.monotonic() - began_s > limit_s:
+                raise ChildDiedError(f"the pool took longer than deploy.time_limit_s = {limit_s:g}")
             for tenant in self._live:
                 if self._step(tenant, tenant.look):
                     tenant.end(RunOutcome("finished", "", 0), self._view)
-            if self._live and self._supervisor.finished(self._supervisor.children):
-                raise ChildDiedError("the learner and the generators ended before all runs did")
-            self._print_lines()
+            self._require_complete()
+            self._report()
             time.sleep(_POLL_S)
+
+    def _require_complete(self) -> None:
+        """End tenants whose runs are not complete though no learner, or no generator, is left."""
+        for kind in _OF_POOL:
+            names = [name for name in self._supervisor.children if kind_of(name) == kind]
+            if self._supervisor.finished(names):
+                ended_s = self._ended_s.setdefault(kind, time.monotonic())
+                for tenant in self._live:
+                    self._step(tenant, functools.partial(tenant.require_over, kind, ended_s))
 
     def _write_settings(self) -> Path:
         """Write the pool's settings, which name the files of its tenants; return their file."""
@@ -257,10 +293,13 @@ class PoolSession:
             tenant.end(outcome_of(error, folder, has_room=has_room(folder)), self._view)
             return False
 
-    def _print_lines(self) -> None:
+    def _report(self) -> None:
+        """Print a line for each tenant, and rotate logs, when it is time to."""
         if time.monotonic() < self._next_line_s:
             return
         self._next_line_s = time.monotonic() + _LINE_EVERY_S
+        for site in (self._site, *(tenant.site for tenant in self._live)):
+            rotate(site.run.logs, site.config.broker.logging)
         for tenant in self._live:
             if tenant.watcher.newest is not None:
                 self._view.show_line(tenant.name, tenant.watcher.newest)

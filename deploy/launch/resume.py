@@ -30,7 +30,9 @@ class ResumePoint:
     checkpoint: Path | None  # None: no checkpoint yet, only the run's ledger
 
 
-def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumePoint | None:
+def find_resume_point(
+    run: RunSection, wanted: str, upload: str = "", *, is_tenant: bool = False
+) -> ResumePoint | None:
     """Return the point to resume from.
 
     With "auto" a checkpoint that is newer in remote storage is fetched into its run folder.
@@ -40,6 +42,7 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
         upload: URL of the run's checkpoints in remote storage; empty without.
         wanted: A run folder, a checkpoint folder, or "auto": the newest of NAME, NAME-2, ... that
             has started and not ended. With "auto" and no such run, returns None: a run starts.
+        is_tenant: True if NAME-2 is another tenant's folder.
 
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.
@@ -49,8 +52,8 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
     if upload and (folder := _fetch_newer(run, upload)) is not None:
         return _point(folder, run)
     folders = [Path(run.dir) / run.name]
-    while (folder := Path(run.dir) / f"{run.name}-{len(folders) + 1}").exists():
-        folders.append(folder)
+    if not is_tenant:
+        folders += _of_later_starts(run)
     for folder in reversed(folders):
         if newest_checkpoint(folder) is not None:
             return _point(folder, run)
@@ -66,20 +69,36 @@ def find_resume_point(run: RunSection, wanted: str, upload: str = "") -> ResumeP
     return None
 
 
+def _of_later_starts(run: RunSection) -> list[Path]:
+    """Return the folders NAME-2, NAME-3, ... that are there."""
+    found = list[Path]()
+    while (folder := Path(run.dir) / f"{run.name}-{len(found) + 2}").exists():
+        found.append(folder)
+    return found
+
+
 def newest_pool(run: RunSection) -> str:
     """Return the name of the newest of NAME, NAME-2, ... that has a folder, or NAME."""
-    names = [run.name]
-    while (Path(run.dir) / f"{run.name}-{len(names) + 1}").exists():
-        names.append(f"{run.name}-{len(names) + 1}")
-    return names[-1]
+    return [run.name, *(folder.name for folder in _of_later_starts(run))][-1]
 
 
 def is_complete(run: RunSection) -> bool:
-    """Return True if a tenant's run needs no more steps."""
+    """Return True if a tenant's run has finished, and its settings do not make it longer now."""
     newest = newest_checkpoint(run.folder)
     if newest is not None and read_checkpoint_info(newest).step >= run.steps:
         return True
-    return _outcome_of(run.folder) == "finished"
+    if _outcome_of(run.folder) != "finished":
+        return False
+    return newest is None or _limits_of(run) == _limits_of(_as_started(run.folder))
+
+
+def _limits_of(run: RunSection) -> tuple[float, ...]:
+    return run.steps, run.epochs, run.max_hours
+
+
+def _as_started(folder: Path) -> RunSection:
+    """Return [run] as it was when the run in a folder last started."""
+    return run_section(load_table(folder / SETTINGS))
 
 
 def _outcome_of(folder: Path) -> str:

@@ -14,6 +14,7 @@ from slipstream.wire.files.run_folder import PAGE_ADDRESS, SETTINGS
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection, run_section
+from slipstream.wire.settings.tenants import FOLDER, is_pool
 
 _OLD_S = 3.0  # an older answer is marked as such
 _GONE_S = 30.0  # age at which the view gives advice
@@ -25,6 +26,9 @@ def run_of_folder(folder: Path) -> RunSection:
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
     table = load_table(folder / SETTINGS)
+    if is_pool(table):
+        names = ", ".join(str(folder / FOLDER / name) for name in sorted(table["tenants"]))
+        raise ConfigError(f"{folder} is a pool; its runs are those of its tenants: name {names}")
     here = folder.absolute()
     return run_section(
         {**table, "run": {**table.get("run", {}), "dir": str(here.parent), "name": here.name}}

@@ -20,7 +20,7 @@ from slipstream.learner.pool.fair_turns import FairTurns
 from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import SlipstreamError, text_of
-from slipstream.wire.files.learner_end import write_learner_end
+from slipstream.wire.files.tenant_end import write_tenant_end
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.logs import logging_for
 from slipstream.wire.process.phases import TURN, WAIT, PhaseClock
@@ -145,13 +145,15 @@ class TenantLoops:
         return None
 
     def _leave(self, tenant: TenantLoop, reason: str) -> None:
-        """Close all of a tenant; its run folder has the reason of a failure."""
+        """Close all of a tenant; its run folder says so, with the reason of a failure."""
         del self._live[tenant.name]
         tenant.loop.close()
         if reason and tenant.leader is not None:
             with suppress(SlipstreamError):
                 tenant.leader.end()
                 tenant.leader.leave(is_stopped=True)
-            write_learner_end(tenant.folder, reason)
         tenant.cleanup.close()
+        if tenant.leader is not None:
+            why = f"the learner gave it up: {reason}" if reason else ""
+            write_tenant_end(tenant.folder, why)
         _log.info("tenant %s has ended; %d remain", tenant.name, len(self._live))

@@ -45,6 +45,12 @@ TENANTS = {
         file = "%(folder)s/few.jsonl"
     """,
     "refused": '[data]\nfile = "%(folder)s/missing.jsonl"\n',
+    "unasked": """
+        [data]
+        as_chat = true
+        [sampling]
+        chat_template = "%(folder)s/refuses.jinja"
+    """,
     "broken": "[run]\nsteps = 1000\noutage_s = 5.0\n",
     "poison": '[reward]\nfunction = "%(folder)s/poison.py:score"\n[run]\nepochs = 0.2\n',
 }
@@ -55,6 +61,7 @@ def as_pool(folder: Path, names: Iterable[str] = TENANTS) -> None:
     write_blank_model(folder / "model", hidden=128, layers=2)
     write_random_weights(folder / "model", scale=0.1, seed=3)
     (folder / "poison.py").write_text(POISON)
+    (folder / "refuses.jinja").write_text("{{ raise_exception('not this one') }}")
     problems = [{"prompt": f"1{number}+24=", "ground_truth": "1"} for number in range(2)]
     (folder / "few.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
     tables = ""
@@ -94,6 +101,7 @@ def test_tenants_train_as_alone_and_one_that_fails_ends_alone(
         for name, folder in folders.items()
     }
     assert outcomes.pop("refused").startswith("refused: broker: cannot read data.file")
+    assert outcomes.pop("unasked").startswith("failed: generator-0 gave it up: row ")
     assert outcomes.pop("broken").startswith("failed: broker was killed by SIGKILL")
     assert outcomes == {"digits": "finished", "few": "finished", "poison": "finished"}
     poisoned = json.loads((folders["poison"] / "summary.json").read_text())

@@ -25,7 +25,7 @@ def test_a_tenant_that_fails_on_rank_0_leaves_every_rank_and_the_others_go_on(tm
     assert first["ends"] == {
         "fine": "",
         "also fine": "",
-        "lost": "its broker is gone",
-        "unpublished": "v1.2 is not published",
+        "lost": "the learner gave it up: its broker is gone",
+        "unpublished": "the learner gave it up: v1.2 is not published",
     }
     assert first["left"] == ["lost", "unpublished"], "their brokers know that no learner remains"

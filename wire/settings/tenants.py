@@ -7,13 +7,15 @@ pool's.
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.settings.load import Section, Table, load_table, section
-from slipstream.wire.settings.sections import Positive, run_section
+from slipstream.wire.settings.sections import Positive, RunSection, run_section
 
 S = TypeVar("S")
 FOLDER = "tenants"  # folder of the tenants' run folders, in the pool's
@@ -33,6 +35,12 @@ _OWN_SETTINGS = {
     },
     "weightbus": {"listen"},
 }
+_NEVER_SHARED = (  # places of one run alone
+    ("run", "broker"),
+    ("broker", "listen"),
+    ("weightbus", "listen"),
+    ("checkpoint", "upload"),
+)
 _SHARED_SETTINGS = {  # exceptions in a tenant's own sections
     "run": {"model", "routing_replay", "cache_dir"},
     "sampling": {"seed_per_sibling"},
@@ -67,16 +75,26 @@ def tenants_of(table: Table, decode: Callable[[Table], S]) -> tuple[Tenant[S], .
 
     Raises:
         ConfigError: a name is invalid, a file cannot be read, a tenant sets what all of them share,
-            or ``decode`` refuses its settings; the tenant is named.
+            two have a place that is for one run, or ``decode`` refuses its settings; the tenant is
+            named.
     """
     names = sorted(table.get(_SECTION, {}))
     if len(names) > _MOST:
         raise ConfigError(f"[tenants] has {len(names)} tables, expected at most {_MOST}")
     found = list[Tenant[S]]()
+    holders: dict[tuple[str, str, str], str] = {}
     for name in names:
-        own = _tenant(table, name)
+        own, settled = _tenant(table, name), tenant_table(table, name)
+        for section_name, setting in _NEVER_SHARED:
+            value = settled.get(section_name, {}).get(setting)
+            holder = holders.setdefault((section_name, setting, repr(value)), name)
+            if value and holder != name:
+                raise ConfigError(
+                    f"tenants.{holder} and tenants.{name} have the same {section_name}.{setting} "
+                    f"{value!r}: set one in each tenant's file"
+                )
         try:
-            settings = decode(tenant_table(table, name))
+            settings = decode(settled)
         except ConfigError as error:
             raise ConfigError(f"tenants.{name}: {error}") from error
         found.append(Tenant(name, own.weight, settings))
@@ -113,6 +131,19 @@ def tenant_table(table: Table, name: str) -> Table:
         keys = str(table.get("broker", {}).get("keys", "")) or pool.folder / "keys"
         broker["keys"] = str(Path(keys) / name)
     return merged
+
+
+def neighbors(run: RunSection) -> list[Table]:
+    """Return the settings of the other tenants of a tenant's pool that have begun on this host."""
+    folder = Path(run.dir)
+    if folder.name != FOLDER:
+        return []
+    found = list[Table]()
+    for path in sorted(folder.glob(f"*/{SETTINGS}")):
+        if path.parent.name != run.name:
+            with suppress(ConfigError):
+                found.append(load_table(path))
+    return found
 
 
 def is_pool(table: Table) -> bool:

@@ -15,7 +15,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.pool.tenant_loops import TenantLoop, TenantLoops
 from slipstream.learner.stop import StopRequest
 from slipstream.wire.errors import PeerLostError, PublishError
-from slipstream.wire.files.learner_end import read_learner_end
+from slipstream.wire.files.tenant_end import read_tenant_end
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.health import Health
 from slipstream.wire.process.phases import PhaseClock
@@ -111,7 +111,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
     report = {
         "did": {name: loop.done for name, loop in loops.items()},
         "order": order,
-        "ends": {tenant.name: read_learner_end(tenant.folder) for tenant in tenants},
+        "ends": {tenant.name: read_tenant_end(tenant.folder) for tenant in tenants},
         "left": [name for name, leader in leaders.items() if leader is not None and leader.left],
     }
     sys.stdout.write(json.dumps(report))

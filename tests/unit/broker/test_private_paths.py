@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from slipstream.broker.config import broker_settings, private_paths
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.settings.load import Table
 
 
@@ -15,6 +17,20 @@ def test_keys_sockets_the_store_and_the_page_are_private_whether_they_are_there_
     table: Table = {"run": {"name": "r", "dir": str(tmp_path), "socket_dir": "/s/sockets"}}
     of_run = (tmp_path / "r" / name for name in ("redis", "dashboard", "hosts"))
     assert private_paths(table) == (tmp_path / "keys", Path("/s/sockets"), *of_run)
+
+
+def test_a_tenants_functions_do_not_see_what_is_private_to_its_neighbors(tmp_path: Path):
+    keys, tables = tmp_path / "keys", dict[str, Table]()
+    for name in ("math", "code"):
+        run = {"name": name, "dir": str(tmp_path / "tenants"), "socket_dir": f"/s/{name}"}
+        tables[name] = {"run": run, "broker": {"keys": str(keys / name)}}
+        folder = tmp_path / "tenants" / name
+        folder.mkdir(parents=True)
+        (folder / SETTINGS).write_text(tomli_w.dumps(tables[name]))
+    hidden = private_paths(tables["math"])
+    assert {keys / "math", keys / "code", Path("/s/math"), Path("/s/code")} <= set(hidden)
+    assert tmp_path / "tenants" / "code" / "redis" in hidden
+    assert set(hidden) == set(private_paths(tables["code"]))
 
 
 def test_a_role_of_a_broker_elsewhere_makes_no_folder_of_a_run(tmp_path: Path):

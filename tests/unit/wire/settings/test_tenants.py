@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.process.command_line import load_arguments, role_parser, settings_arguments
 from slipstream.wire.settings.load import Table, load_table
-from slipstream.wire.settings.tenants import tenant_table, tenants_of
+from slipstream.wire.settings.sections import run_section
+from slipstream.wire.settings.tenants import neighbors, tenant_table, tenants_of
 
 POOL = """
 [run]
@@ -86,6 +88,36 @@ def test_what_all_tenants_share_is_set_in_the_pool_alone(tmp_path: Path, own: st
 def test_a_shared_setting_of_the_same_value_is_allowed(tmp_path: Path):
     path = pool(tmp_path, math='[run]\nmodel = "models/base"\n[generators]\ncount = 2')
     assert tenant_table(load_table(path), "math")["generators"] == {"count": 2}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        'checkpoint.upload="file:///up"',
+        'run.broker="tcp://10.0.0.1:5"',
+        'broker.listen="tcp://10.0.0.1:5"',
+        'weightbus.listen="tcp://10.0.0.1:5"',
+    ],
+)
+def test_a_place_of_one_run_is_not_that_of_two_tenants(tmp_path: Path, place: str):
+    table = load_table(pool(tmp_path, math="", code=""), [place])
+    with pytest.raises(ConfigError) as refused:
+        tenants_of(table, named)
+    setting = place.partition("=")[0]
+    assert f"tenants.code and tenants.math have the same {setting} " in str(refused.value)
+    tenants_of(load_table(pool(tmp_path, math=""), [place]), named)
+
+
+def test_neighbors_are_those_of_the_same_pool_that_have_begun(tmp_path: Path):
+    for name in ("math", "code", "broken"):
+        (tmp_path / "tenants" / name).mkdir(parents=True)
+        text = "not toml" if name == "broken" else f'[run]\nname = "{name}"'
+        (tmp_path / "tenants" / name / SETTINGS).write_text(text)
+    (tmp_path / "tenants" / "waits").mkdir()
+    math = run_section({"run": {"name": "math", "dir": str(tmp_path / "tenants"), "model": "m"}})
+    assert neighbors(math) == [{"run": {"name": "code"}}]
+    alone = run_section({"run": {"name": "math", "dir": str(tmp_path), "model": "m"}})
+    assert neighbors(alone) == []
 
 
 def test_an_error_in_a_tenants_settings_names_it(tmp_path: Path):
