@@ -13,7 +13,7 @@ _FILE = Path("tenant_end.json")
 class TenantEnd(msgspec.Struct, frozen=True):
     """The end of a tenant in a role that serves others, too."""
 
-    reason: str  # of a failure, or empty: the learner has done all of its run
+    reason: str  # failure, or empty: the learner has done all of its run
 
 
 def write_tenant_end(folder: Path, reason: str) -> None:
