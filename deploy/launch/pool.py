@@ -248,7 +248,7 @@ class PoolSession:
         for plan in pool_plans(self._config, resolved):
             self._supervisor.start(plan)
         limit_s, began_s = self._config.deploy.time_limit_s, time.monotonic()
-        while self._live:
+        while live := self._live:
             self._supervisor.check()
             if limit_s and time.monotonic() - began_s > limit_s:
                 raise ChildDiedError(f"the pool took longer than deploy.time_limit_s = {limit_s:g}")
@@ -256,6 +256,9 @@ class PoolSession:
                 if self._step(tenant, tenant.look):
                     tenant.end(RunOutcome("finished", "", 0), self._view)
             self._require_complete()
+            if self._live and len(self._live) < len(live):
+                with suppress(OSError):  # a learner that starts again begins without the ended ones
+                    self._write_settings()
             self._report()
             time.sleep(_POLL_S)
 

@@ -100,6 +100,7 @@ def test_tenants_train_as_alone_and_one_that_fails_ends_alone(
         name: json.loads((folder / "summary.json").read_text())["outcome"]
         for name, folder in folders.items()
     }
+    assert "[tenants.refused]" not in (run.folder / "resolved.toml").read_text(), "still begun"
     assert outcomes.pop("refused").startswith("refused: broker: cannot read data.file")
     assert outcomes.pop("unasked").startswith("failed: generator-0 gave it up: row ")
     assert outcomes.pop("broken").startswith("failed: broker was killed by SIGKILL")
