@@ -62,9 +62,8 @@ def find_resume_point(
                 f"no checkpoint of {folder} can be read, not even {unreadable[-1].name}: restore "
                 f"{INFO_FILE} in one, or choose another run.name to start again"
             )
-        if (folder / TRAIL).is_dir() and _outcome_of(
-            folder
-        ) != "finished":  # cut off before a checkpoint
+        is_finished = _outcome_of(folder) == "finished"
+        if (folder / TRAIL).is_dir() and not is_finished:  # cut off before a checkpoint
             return ResumePoint(folder, None)
     return None
 

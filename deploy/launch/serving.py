@@ -1,6 +1,5 @@
 """`slipstream serve`: a command server, its learner and its generators on this host."""
 
-import logging
 import shutil
 import time
 from contextlib import ExitStack
@@ -30,7 +29,6 @@ from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import EvalSection
 from slipstream.wire.settings.serve import ServedPlaces
 
-_log = logging.getLogger(__name__)
 _POLL_S = 0.2
 
 
