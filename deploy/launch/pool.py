@@ -33,19 +33,20 @@ from slipstream.deploy.launch.session import (
     SessionView,
     finish,
     has_room,
+    hold_folder,
     outcome_of,
     print_trouble,
 )
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.wire.errors import ChildDiedError, ConfigError, SlipstreamError
-from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.files.tenant_end import forget_tenant_end, read_tenant_end
 from slipstream.wire.gpus import usable_gpus
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import EXIT_FAILED
 from slipstream.wire.process.patience import Patience
-from slipstream.wire.process.processes import last_lines, locked
+from slipstream.wire.process.processes import last_lines
 from slipstream.wire.settings.tenants import Tenant
 
 _POLL_S = 0.2
@@ -328,13 +329,7 @@ def run_pool(config: RunConfig, view: PoolView) -> int:
     is_new = not run.folder.exists()
     with ExitStack() as held:
         held.enter_context(signals.handled())
-        try:
-            run.logs.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(run.folder / RUN_LOCK, f"runs {run.folder}"))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the pool's folder {run.folder} (run.dir): {error.strerror}"
-            ) from error
+        hold_folder(run, held, f"runs {run.folder}")
         session = PoolSession(config, view, signals)
         code = session.run()
         if is_new and session.is_refused:

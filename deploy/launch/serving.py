@@ -15,16 +15,15 @@ from slipstream.broker.config import BrokerSettings, DataSection, RewardSection
 from slipstream.deploy.config import DeploySection, RunConfig
 from slipstream.deploy.launch.plan import RolePlan, plan_roles
 from slipstream.deploy.launch.scratch import own_folder, remove_folders_of_the_dead
+from slipstream.deploy.launch.session import hold_folder
 from slipstream.deploy.launch.signals import Signals, StopRequestedError
 from slipstream.deploy.launch.starters import LocalStarter
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.generators.config import generator_settings
 from slipstream.learner.config import learner_settings
-from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
-from slipstream.wire.files.run_folder import RUN_LOCK, SETTINGS
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.gpus import usable_gpus
-from slipstream.wire.process.processes import locked
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import EvalSection
 from slipstream.wire.settings.serve import ServedPlaces
@@ -46,13 +45,7 @@ def serve_locally(table: Table, console: Console) -> int:
     remove_folders_of_the_dead()
     with ExitStack() as held:
         held.enter_context(signals.handled())
-        try:
-            run.logs.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(run.folder / RUN_LOCK, f"serves {run.folder}"))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
-            ) from error
+        hold_folder(run, held, f"serves {run.folder}")
         scratch = own_folder()
         held.callback(shutil.rmtree, scratch, ignore_errors=True)
         if not run.socket_dir:

@@ -359,6 +359,21 @@ class RunSession:
         return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
+def hold_folder(run: RunSection, held: ExitStack, doing: str) -> None:
+    """Make a run's folder with its logs, and lock it until ``held`` is closed.
+
+    Raises:
+        ConfigError: another process holds the folder, or it cannot be written.
+    """
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(run.folder / RUN_LOCK, doing))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+        ) from error
+
+
 def run_in_folder(
     run: RunSection,
     make_site: Callable[[], RunSite],
@@ -375,13 +390,7 @@ def run_in_folder(
     is_new, signals = not run.folder.exists(), Signals()
     with ExitStack() as held:
         held.enter_context(signals.handled())
-        try:
-            run.logs.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(run.folder / RUN_LOCK, f"runs {run.folder}"))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
-            ) from error
+        hold_folder(run, held, f"runs {run.folder}")
         session = RunSession(make_site(), view, signals, watcher or StatusWatcher())
         outcome = session.run()
         if outcome.kind == "refused" and is_new and not session.has_stepped:
